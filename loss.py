@@ -1,269 +1,254 @@
-"""P3O, the loss (Fakoor, Aubry, Stranges, Smola, arXiv 2605.12380), and what it is compared with.
+"""P3O's loss (Fakoor, Aubry, Stranges, Smola, arXiv 2605.12380), and those it is compared with.
 
-B is the batch of one optimizer step: all its response tokens, of all micro-batches on all ranks.
-A_t is the advantage, pi_b the policy that sampled (temperature, top-p and rounding included), and
-sg stops the gradient:
+B is the batch of one optimizer step: its response tokens, of all micro-batches, on all ranks. A_t
+is the advantage, pi_b what really sampled (temperature, top-p, rounding), sg stops the gradient.
 
-    (1)  rho_t = pi_theta(y_t | x, y_<t) / pi_b(y_t | x, y_<t)            policy ratio
-    (2)  e_B   = mean_B[rho]^2 / mean_B[rho^2]                            effective sample size
-    (3)  L_pg  = -mean_B[sg(min(rho_t, e_B)) A_t log pi_theta(y_t)]       capped score function
-    (4)  L_kl  =  mean_B[KL(pi_theta || pi_b)]                            off-policy regularizer
-    (5)  L     =  L_pg + (1 - e_B) L_kl                                   e_B is a constant here
+    (1)  rho_t = pi_theta(y_t | x, y_<t) / pi_b(y_t | x, y_<t)         policy ratio
+    (2)  e_B   = mean_B[rho]^2 / mean_B[rho^2], in [1/|B|, 1]          effective sample size
+    (3)  L_pg  = -mean_B[sg(min(rho_t, e_B)) A_t log pi_theta(y_t)]    capped score function
+    (4)  L_kl  =  mean_B[KL(pi_theta || pi_b)]                         off-policy regularizer
+    (5)  L     =  L_pg + (1 - e_B) L_kl                                e_B is a constant here
 
-Fresh batch: e_B is near 1, the cap is loose, the KL has no weight: REINFORCE with a baseline.
-Stale batch: e_B falls towards 1/|B|, the cap tightens, the KL pulls back. Nothing else to set.
+Fresh batch: e_B near 1, loose cap, no KL: REINFORCE with a baseline. Stale batch: e_B falls, the
+cap tightens, the KL pulls back to pi_b. e_B is measured; nothing is left to set.
 
-Conventions. Every tensor is response-aligned, [B, T]; mask is bool and says what counts; masked
-positions may hold anything. advantage is [B] or [B, T]. An objective returns (loss, stats): the SUM
-over the tokens it was given, divided by the token_count of the batch, so that adding over
-micro-batches and ranks gives the batch's value; stats add up in the same way. What only the whole
-batch knows (token_count, e_B, ...) comes in as a keyword, from batch_quantities(); left out, it is
-computed from the tensors given, which then are the whole batch. `python loss.py` shows it at work.
+Every tensor is response-aligned, [B, T]; mask (bool) says which tokens count, the rest may hold
+anything; advantage is [B] or [B, T]. A loss is the SUM over the tokens given, over the batch's
+token_count: added over micro-batches and ranks it is the batch's; so are the stats. What only the
+whole batch knows is a keyword; left out, the tensors given are the batch. Demo: python loss.py.
 """
 
 import sys
 
 import torch
-from torch import Tensor
 
-MAX_LOG_RATIO = 82.0  # nats; beyond it rho log rho, a gradient here, nears the end of float32
+MAX_LOG_RATIO = 82.0  # nats: e^82 * 82, the largest weight here, still fits float32 gradients
 
 
-def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
-    """A = reward - group mean, over the group's standard deviation (n - 1) if scale. [P, G]."""
+def group_advantage(reward, scale=True):
+    """A = reward - mean of its group, over the group's standard deviation if scale. [P, G]."""
     if reward.shape[-1] < 2:
-        raise ValueError(f"group_advantage needs 2 or more responses a prompt, got {reward.shape}")
+        raise ValueError(f"a group needs 2 or more responses to be compared: {tuple(reward.shape)}")
+    reward = reward - reward[..., :1]  # [P, G]; so that equal rewards give exactly 0 below
     advantage = reward - reward.mean(dim=-1, keepdim=True)  # [P, G]
-    if scale:  # equal rewards: 0 / 1e-6 = 0, so such a group has no say in (3)
+    if scale:  # sample std, n - 1
         advantage = advantage / (reward.std(dim=-1, keepdim=True) + 1e-6)  # [P, G]
     return advantage
 
 
-def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """e_B, equation (2), in (0, 1]: 1 for equal ratios, 1/|B| for one token with it all."""
-    check_rows(torch.isfinite(log_ratio) | ~mask, "the log-ratio is not finite")
+def effective_sample_size(log_ratio, mask):
+    """e_B (2), float64 []: 1 for equal ratios, 1/|B| for one dominant token, ~ 1/(1 + chi^2)."""
+    check_rows(torch.isfinite(log_ratio) | ~mask, "a log-ratio is not finite")
     if not mask.any():
-        raise ValueError("no response tokens: e_B of an empty batch is not defined")
-    log_ratio = log_ratio.detach()[mask].double()  # [N], N = |B|; e_B is a constant of (5)
-    ratio = (log_ratio - log_ratio.max()).exp()  # [N]; e_B does not see a common factor, exp does
-    ess = ratio.mean() ** 2 / (ratio**2).mean()  # (2) []
-    return ess.clamp(max=1.0)  # above 1 only by rounding
+        raise ValueError("no response tokens: the effective sample size of nothing is undefined")
+    log_ratio = log_ratio.detach()[mask].double()  # [|B|]; detached: e_B is a constant in (5)
+    ratio = (log_ratio - log_ratio.max()).exp()  # [|B|]; (2) cannot see a common factor, exp can
+    ess = ratio.mean() ** 2 / (ratio**2).mean()  # (2) e_B, []
+    return ess.clamp(max=1.0)  # above 1 by rounding only
 
 
 def p3o_loss(
     logp, logp_behavior, advantage, mask, *, ess=None, token_count=None, kl_estimator="k3"
 ):
-    """P3O, equations (1) to (5). Hyper-parameters: none.
-
-    A high-ratio token keeps the weight e_B: less the staler the batch, never zero, never more.
-    """
+    """P3O (5). Hyper-parameters: none. By (3) a high-ratio token weighs e_B: bounded, never zero.
+    With k3, grad L = -mean_B[(min(rho, e_B) A - (1 - e_B)(1 - 1/rho)) grad log pi_theta]."""
     logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
     ratio = log_ratio.exp()  # (1) rho_t, [B, T]
-    if ess is None:  # an empty part of a batch has nothing for e_B to weigh
+    if ess is None:  # without tokens (a part of a batch) every sum below is empty, whatever e_B
         ess = effective_sample_size(log_ratio, mask) if mask.any() else 0.0  # (2) e_B, []
     ess = torch.as_tensor(ess, dtype=ratio.dtype, device=ratio.device).detach()  # []
     weight = torch.minimum(ratio, ess).detach()  # (3) sg(min(rho_t, e_B)), [B, T]
     policy = -weight * advantage * logp  # (3) [B, T]
     kl = KL_ESTIMATORS[kl_estimator](log_ratio)  # (4) [B, T]
     loss = policy + (1 - ess) * kl  # (5) [B, T]
-    return finish(loss, log_ratio, ratio > ess, mask, n, kl=kl)
+    return finish(loss, ratio > ess, log_ratio, mask, n, kl)
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """(4) log rho + 1/rho - 1, as the authors' code has it; gradient weight 1 - 1/rho.
+# (4) from the tokens at hand, which pi_b drew. k3, as published, has mean chi^2(pi_b || pi_theta) -
+# KL(pi_b || pi_theta): the KL of (4) only near rho = 1. "is" (importance-weighted) and its gradient
+# are unbiased for (4). No clamp: beyond it the gradient would be gone, where it is needed most.
+KL_ESTIMATORS = {
+    "k3": lambda log_ratio: log_ratio + torch.expm1(-log_ratio),  # gradient weight 1 - 1/rho
+    "is": lambda log_ratio: log_ratio.exp() * log_ratio - torch.expm1(log_ratio),  # rho log rho
+}
 
-    It estimates KL(pi_theta || pi_b) only near rho = 1: the tokens are drawn from pi_b, where its
-    mean is chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta).
-    """
-    return log_ratio + torch.expm1(-log_ratio)  # [B, T]; no clamp: it would flip the gradient
-
-
-def importance_sampled(log_ratio: Tensor) -> Tensor:
-    """(4) rho log rho - rho + 1 >= 0: unbiased for KL(pi_theta || pi_b), and so is its gradient."""
-    return log_ratio.exp() * log_ratio - torch.expm1(log_ratio)  # [B, T]; weight rho log rho
+# What the objectives share: inputs that are safe to compute with, and the sum over B.
 
 
-KL_ESTIMATORS = {"k3": k3, "is": importance_sampled}
+def prepare(logp, logp_behavior, advantage, mask, token_count=None):
+    """-> log pi_theta, log rho, A, each float64 [B, T] and 0 where masked; and token_count."""
+    if token_count is None and not mask.any():
+        raise ValueError("no response tokens and no token_count: a mean over nothing is undefined")
+    advantage = advantage if advantage.dim() == 2 else advantage[:, None].expand_as(mask)  # [B, T]
+    # where() comes before any arithmetic, as 0 * NaN = NaN; float64 costs nothing beside logits.
+    logp = torch.where(mask, logp, 0.0).double()  # [B, T]
+    logp_behavior = torch.where(mask, logp_behavior.detach(), 0.0).double()  # [B, T]
+    advantage = torch.where(mask, advantage.detach(), 0.0).double()  # [B, T]
+    log_ratio = logp - logp_behavior  # log rho_t, [B, T]
+    check_rows(log_ratio.abs() <= MAX_LOG_RATIO, f"a log-ratio is not within {MAX_LOG_RATIO} nats")
+    return logp, log_ratio, advantage, int(mask.sum()) if token_count is None else token_count
 
 
-# What the objectives share: inputs made safe, and the sum over the tokens given / token_count.
+def finish(loss, cut, log_ratio, mask, n, kl=None, count=None):
+    """-> sum of loss [B, T] / (count or n), stats. cut: where ratio or gradient is cut, [B, T]."""
+    check_rows(torch.isfinite(loss) | ~mask, "a loss is not finite (is the advantage?)")
+    total = torch.where(mask, loss, 0.0).sum() / (n if count is None else count)  # []
+    kl = KL_ESTIMATORS["k3"](log_ratio) if kl is None else kl  # [B, T]
+    stats = {"kl": kl, "capped": cut, "ratio": log_ratio.exp()}  # [B, T] each
+    stats = {k: (torch.where(mask, v, 0).sum() / n).detach() for k, v in stats.items()}  # [] each
+    return total, {"loss": total.detach()} | stats
 
 
-def prepare(logp, logp_behavior, advantage, mask, token_count):
-    """-> logp [B, T], log rho [B, T] (both 0 where masked), A [B, 1] or [B, T], token_count."""
-    if token_count is None:
-        token_count = int(mask.sum())
-        if token_count == 0:
-            raise ValueError("no response tokens and no token_count: the mean is not defined")
-    single = torch.promote_types(logp.dtype, torch.float32)  # bf16 has 3 digits: no ratios from it
-    logp = torch.where(mask, logp.to(single), 0.0)  # [B, T]; before arithmetic, so NaN cannot leak
-    logp_behavior = torch.where(mask, logp_behavior.detach().to(single), 0.0)  # [B, T]
-    log_ratio = logp - logp_behavior  # [B, T]
-    check_rows(torch.isfinite(log_ratio), "the log-ratio is not finite")
-    check_rows(log_ratio.abs() <= MAX_LOG_RATIO, f"a log-ratio is beyond {MAX_LOG_RATIO} nats")
-    advantage = advantage.detach().double()  # [B] or [B, T]
-    advantage = advantage[:, None] if advantage.dim() == 1 else torch.where(mask, advantage, 0.0)
-    # float64 from here on: [B, T] numbers are nothing beside the logits, and rounding is settled.
-    return logp.double(), log_ratio.double(), advantage, token_count
-
-
-def finish(loss, log_ratio, capped, mask, n, kl=None, loss_count=None):
-    """[B, T] losses -> (their sum over the tokens given / n, stats that add up over micro-batches).
-
-    capped marks the tokens whose ratio the objective cuts or whose gradient it zeroes.
-    """
-    check_rows(torch.isfinite(loss) | ~mask, "the loss is not finite (is the advantage?)")
-    kl = k3(log_ratio) if kl is None else kl  # [B, T]
-    total = torch.where(mask, loss, 0.0).sum() / (n if loss_count is None else loss_count)  # []
-    means = {"kl": kl, "capped": capped, "ratio": log_ratio.exp()}
-    stats = {k: (torch.where(mask, v, 0).sum() / n).detach() for k, v in means.items()}
-    return total, {"loss": total.detach(), **stats}
-
-
-def check_rows(good: Tensor, what: str) -> None:
-    """Stop at the first sequence with a bad token: a NaN that goes on ruins the weights."""
+def check_rows(good, what):
+    """Stop at the first sequence with a token that is not good: [B, T]. No NaN goes on."""
     if not good.all():
         row = int((~good).any(dim=-1).nonzero()[0])
-        raise FloatingPointError(
-            f"{what} in sequence {row} of these {len(good)}: look for misaligned tokens, stale "
-            "weights in the engine, or behaviour log-probabilities of another distribution"
-        )
+        hint = "Look for misaligned tokens, stale weights, log-probs of another distribution."
+        raise FloatingPointError(f"{what} in sequence {row} of the {len(good)} given. {hint}")
 
 
-# The objectives P3O is compared with. All average over the tokens of the batch, gspo excepted.
+# What P3O is compared with: rho is the ratio to pi_b, means are over the tokens of B, unless said.
 
 
 def reinforce(logp, logp_behavior, advantage, mask, *, token_count=None):
-    """-A log pi (Williams 1992). Hyper-parameters: none. A high ratio is not even looked at."""
+    """-A log pi (Williams 1992). Hyper-parameters: none. The ratio is not looked at."""
     logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    return finish(-advantage * logp, log_ratio, torch.zeros_like(mask), mask, n)
+    return finish(-advantage * logp, torch.zeros_like(mask), log_ratio, mask, n)
 
 
 def grpo(logp, logp_behavior, advantage, mask, *, eps=0.2, token_count=None):
-    """-min(rho A, clip(rho, 1-eps, 1+eps) A) (PPO, arXiv 1707.06347 (7); GRPO, 2402.03300 (3))."""
-    return dapo(
-        logp, logp_behavior, advantage, mask, eps_low=eps, eps_high=eps, token_count=token_count
-    )
+    """dapo with eps_low = eps_high = eps (PPO, 1707.06347 eq. 7; GRPO, 2402.03300 eq. 3, takes the
+    mean over responses of the mean over each one's tokens, and adds a KL to a fixed reference)."""
+    eps = {"eps_low": eps, "eps_high": eps}
+    return dapo(logp, logp_behavior, advantage, mask, **eps, token_count=token_count)
 
 
 def dapo(logp, logp_behavior, advantage, mask, *, eps_low=0.2, eps_high=0.28, token_count=None):
-    """-min(rho A, clip(rho, 1-eps_low, 1+eps_high) A) (arXiv 2503.14476 (8))."""
+    """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) (2503.14476 eq. 8, token mean). A token
+    with rho > 1 + eps_high has gradient zero if A > 0, and the unbounded weight rho if A < 0."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    loss, capped = clipped_surrogate(log_ratio.exp(), advantage, eps_low, eps_high)
-    return finish(loss, log_ratio, capped, mask, n)
+    loss, cut = surrogate(log_ratio.exp(), advantage, eps_low, eps_high)  # [B, T]
+    return finish(loss, cut, log_ratio, mask, n)
 
 
-def clipped_surrogate(ratio, advantage, eps_low, eps_high):
-    """PPO's pessimistic bound, [B, T], and where it cuts: the gradient is zero there."""
-    free, clipped = ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage
+def surrogate(ratio, advantage, eps_low, eps_high):
+    """PPO's pessimistic choice, and where it fell on the clipped side: gradient zero. [B, T]."""
+    free, clipped = ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage  # [B, T]
     return -torch.minimum(free, clipped), clipped < free
 
 
 def gspo(
-    logp,
-    logp_behavior,
-    advantage,
-    mask,
-    *,
-    eps_low=3e-4,
-    eps_high=4e-4,
-    token_count=None,
-    sequence_count=None,
-):
-    """-min(s A, clip(s) A), s = exp(mean_t log rho_t) (arXiv 2507.18071 (5), (7))."""
+    logp, logp_behavior, advantage, mask, *, eps_low=3e-4, eps_high=4e-4, token_count=None,
+    sequence_count=None
+):  # fmt: skip
+    """dapo with one ratio a sequence, exp(mean_t log rho_t) (2507.18071 eq. 5, 7). The mean is over
+    sequences of the mean over each one's tokens. The whole sequence is cut, or none of it."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    if sequence_count is None:
-        sequence_count = max(int(mask.any(dim=1).sum()), 1)
     length = mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
-    ratio = (log_ratio.sum(dim=1, keepdim=True) / length).exp()  # s, [B, 1]
-    loss, capped = clipped_surrogate(ratio.expand_as(mask), advantage, eps_low, eps_high)
-    return finish(loss / length, log_ratio, capped, mask, n, loss_count=sequence_count)
+    ratio = (log_ratio.sum(dim=1, keepdim=True) / length).exp().expand_as(mask)  # [B, T]
+    loss, cut = surrogate(ratio, advantage, eps_low, eps_high)  # [B, T]
+    count = max(int(mask.any(dim=1).sum()), 1) if sequence_count is None else sequence_count
+    return finish(loss / length, cut, log_ratio, mask, n, count=count)
 
 
 def cispo(logp, logp_behavior, advantage, mask, *, eps_high=4.0, token_count=None):
-    """-sg(min(rho, 1 + eps_high)) A log pi (MiniMax-M1, arXiv 2506.13585 (4), (5))."""
+    """tis with cap 1 + eps_high (MiniMax-M1, 2506.13585 eq. 4, 5; no lower bound, no value given:
+    4 makes the cap 5, ScaleRL's and TRL's; TRL's epsilon_high is the cap itself)."""
     return tis(logp, logp_behavior, advantage, mask, cap=1 + eps_high, token_count=token_count)
 
 
 def tis(logp, logp_behavior, advantage, mask, *, cap=2.0, token_count=None):
-    """-sg(min(rho, cap)) A log pi (IMPALA, arXiv 1802.01561)."""
+    """-sg(min(rho, cap)) A log pi (IMPALA, 1802.01561, with cap 1; RLHF stacks truncate pi_old/pi_b
+    at 2 and keep PPO's clip: the same at the first update). A high-ratio token weighs cap."""
     logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
     ratio = log_ratio.exp()  # [B, T]
-    weight = ratio.clamp(max=cap).detach()  # [B, T]
-    return finish(-weight * advantage * logp, log_ratio, ratio > cap, mask, n)
+    loss = -ratio.clamp(max=cap).detach() * advantage * logp  # [B, T]
+    return finish(loss, ratio > cap, log_ratio, mask, n)
 
 
 def decoupled(
-    logp,
-    logp_behavior,
-    advantage,
-    mask,
-    *,
-    eps=0.2,
-    cap=5.0,
-    logp_prox=None,
-    token_count=None,
+    logp, logp_behavior, advantage, mask, *, eps=0.2, cap=5.0, logp_prox=None, token_count=None
 ):
-    """min(pi_prox / pi_b, cap) times PPO's loss in pi_theta / pi_prox (arXiv 2110.00641)."""
-    logp_prox = (logp if logp_prox is None else logp_prox).detach()  # [B, T]
+    """min(pi_prox / pi_b, cap) times grpo's loss in pi_theta / pi_prox (2110.00641 eq. 6, with no
+    cap and pi_prox a moving average; the cap is AReaL's, which drops the tokens above it). pi_prox
+    is the policy before the first update on this rollout batch; None: this is that update."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
+    logp_prox = (logp if logp_prox is None else logp_prox).detach()  # [B, T]
     behavior = prepare(logp_prox, logp_behavior, advantage, mask, n)[1].exp()  # [B, T]
     ratio = prepare(logp, logp_prox, advantage, mask, n)[1].exp()  # [B, T]
-    loss, capped = clipped_surrogate(ratio, advantage, eps, eps)
-    weight = behavior.clamp(max=cap)  # [B, T]
-    return finish(weight * loss, log_ratio, capped | (behavior > cap), mask, n)
+    loss, cut = surrogate(ratio, advantage, eps, eps)  # [B, T]
+    return finish(behavior.clamp(max=cap) * loss, cut | (behavior > cap), log_ratio, mask, n)
 
 
 def m2po(logp, logp_behavior, advantage, mask, *, tau=0.04, cutoff=None, token_count=None):
-    """-rho A on the tokens kept (arXiv 2510.01161)."""
+    """-rho A, but of the tokens that move away from pi_b (A log rho > 0) those with the largest
+    (log rho)^2 are dropped, until its mean over the rest of them is at most tau (2510.01161)."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    if cutoff is None:
-        cutoff = second_moment_cutoff(log_ratio, advantage, mask, tau)
-    dropped = (advantage * log_ratio > 0) & (log_ratio.detach() ** 2 > cutoff)  # [B, T]
-    loss = torch.where(dropped, 0.0, -log_ratio.exp() * advantage)  # [B, T]
-    return finish(loss, log_ratio, dropped, mask, n)
+    cutoff = m2po_cutoff(log_ratio, advantage, mask, tau) if cutoff is None else cutoff
+    cut = (advantage * log_ratio > 0) & (log_ratio**2 > cutoff)  # [B, T]
+    return finish(torch.where(cut, 0.0, -log_ratio.exp() * advantage), cut, log_ratio, mask, n)
 
 
-def second_moment_cutoff(log_ratio, advantage, mask, tau):
-    """The (log rho)^2 above which M2PO drops the tokens that move away from pi_b."""
-    away = mask & (advantage * torch.where(mask, log_ratio, 0.0) > 0)  # [B, T]
-    square = (log_ratio.detach().double()[away] ** 2).sort().values  # [M]
-    count = torch.arange(1, len(square) + 1, device=square.device)  # [M]
-    fits = square.cumsum(0) / count <= tau  # [M]; running means of a sorted list only grow
-    if fits.all():
-        return float("inf")
-    first_dropped = square[int(fits.sum())]  # []
-    kept = square[square < first_dropped]  # [K]; equal tokens share one fate
-    last_kept = kept[-1] if len(kept) else torch.zeros_like(first_dropped)  # []
-    return float(last_kept + (first_dropped - last_kept) / 4)  # between them: safe from rounding
+def m2po_cutoff(log_ratio, advantage, mask, tau):
+    """Not the mean over all of B, as tokens that cannot be dropped could hold that above tau; nor
+    with dropped tokens counted at the cutoff, as in the authors' code, against their paper."""
+    away = mask & (advantage * log_ratio > 0)  # [B, T]
+    square = log_ratio.detach()[away].double().square().sort().values  # [M]
+    square = torch.cat([square.new_zeros(1), square, square.new_tensor([torch.inf])])  # [M + 2]
+    mean = square.cumsum(0) / torch.arange(len(square), device=square.device).clamp(min=1)  # grows
+    dropped = square[mean > tau][0]  # []; the smallest of them, inf if none; equals share its fate
+    return float((square[square < dropped][-1] + dropped) / 2)  # halfway: safe from rounding
 
 
-OBJECTIVES = {
-    "p3o": p3o_loss,
-    "reinforce": reinforce,
-    "grpo": grpo,
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "decoupled": decoupled,
-    "tis": tis,
-    "m2po": m2po,
-}
+OBJECTIVES = dict(p3o=p3o_loss, reinforce=reinforce, grpo=grpo, dapo=dapo, gspo=gspo, cispo=cispo)
+OBJECTIVES |= dict(decoupled=decoupled, tis=tis, m2po=m2po)
 
 
-def batch_quantities(name, log_ratio, advantage, mask, **hyper) -> dict:
-    """The keywords that objective `name` needs from the WHOLE batch, given all of it, [B, T]."""
+def batch_quantities(name, log_ratio, advantage, mask, **hyper):
+    """The keywords that OBJECTIVES[name] needs from the whole batch: all of its tokens, [B, T]."""
     quantities = {"token_count": int(mask.sum())}
     if name == "p3o":
         quantities["ess"] = effective_sample_size(log_ratio, mask)
     if name == "gspo":
         quantities["sequence_count"] = int(mask.any(dim=1).sum())
     if name == "m2po":
-        advantage = advantage[:, None] if advantage.dim() == 1 else advantage
-        tau = hyper.get("tau", m2po.__kwdefaults__["tau"])
-        quantities["cutoff"] = second_moment_cutoff(log_ratio, advantage, mask, tau)
+        tau, advantage = hyper.get("tau", 0.04), advantage.reshape(len(mask), -1)  # [B, 1 or T]
+        quantities["cutoff"] = m2po_cutoff(log_ratio, advantage, mask, tau)
     return quantities
 
 
+def demonstrate(path):
+    """Print what e_B does, from fresh to stale; draw each objective's weight on grad log pi."""
+    from matplotlib import pyplot as plt
+
+    torch.manual_seed(0)
+    mask, advantage = torch.ones(64, 128, dtype=torch.bool), torch.randn(64)  # [B, T], [B]
+    print("batch: log rho ~ N(-s^2/2, s^2)      e_B = cap   1 - e_B = KL weight   tokens capped")
+    batches = {"same": 0.0, "bf16": 0.03, "fp8": 0.2, "stale": 0.6, "very stale": 1.5}
+    for name, s in batches.items():
+        log_ratio = s * torch.randn(64, 128) - s**2 / 2  # [B, T]; mean rho 1, e_B -> exp(-s^2)
+        ess = effective_sample_size(log_ratio, mask)
+        _, stats = p3o_loss(log_ratio, torch.zeros(64, 128), advantage, mask)
+        print(f"{name:>14}, s = {s:<4} {ess:25.4f} {1 - ess:21.4f} {stats['capped']:15.1%}")
+
+    log_ratio = torch.linspace(-2.3, 2.3, 461)[:, None]  # [B, 1]: every token its own sequence
+    mask, zero = torch.ones_like(log_ratio, dtype=torch.bool), torch.zeros_like(log_ratio)
+    curves = [("p3o", f"p3o, e_B = {ess}", {"ess": ess}) for ess in (0.9, 0.5, 0.1)]
+    given = {"gspo": {"sequence_count": 1}, "m2po": {"cutoff": 0.25}}
+    curves += [(name, name, given.get(name, {})) for name in OBJECTIVES if name != "p3o"]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for axis, sign in zip(axes, (1, -1), strict=True):
+        for i, (name, label, known) in enumerate(curves):
+            logp = log_ratio.clone().requires_grad_()  # [B, 1]
+            OBJECTIVES[name](logp, zero, zero + sign, mask, token_count=1, **known)[0].backward()
+            style = {"color": plt.cm.Blues_r(i / 4), "lw": 3} if i < 3 else {"color": f"C{i - 2}"}
+            axis.plot(log_ratio.exp(), -logp.grad, ls=["-", "--", ":"][i % 3], label=label, **style)
+        axis.set(xscale="log", xlabel="rho", ylabel="weight on grad log pi", title=f"A = {sign:+}")
+        axis.set_ylim(1.5 * sign - 4, 1.5 * sign + 4)
+    axes[1].legend(ncols=2, loc="lower left", fontsize="small")
+    figure.savefig(path, dpi=120)
+    print("saved", path)
+
+
 if __name__ == "__main__":
-    sys.exit("the demonstration is not written yet")
+    demonstrate(sys.argv[1] if len(sys.argv) > 1 else "experiments/results/objectives.png")
