@@ -9,10 +9,11 @@ The task is the sum of two numbers of three or four digits, worked digit by digi
 
 The policy is a Llama of 0.6M parameters, trained by maximum likelihood on worked solutions of which each
 digit sum is wrong with probability NOISE. It learns to make these mistakes as often as its examples do, so it is
-right in about (1 - NOISE)^3.5 = 0.55 of its samples, and has something to learn from a reward. A solution may also
-be written in many equally good ways (order of the terms, a carry of 0 written or not, the separator): this gives
-the policy an entropy that the reward does not remove, as language has, so that a mismatch between the rollout
-engine and the trainer stays visible when the policy is right.
+right in about (1 - NOISE)^3.5 = 0.57 of its samples, and has something to learn from a reward. A
+solution may also be written in many equally good ways, some of them rarer than others (order of the
+terms, a carry of 0 written or not, the separator): this gives the policy an entropy that the reward
+does not remove, as language has, so that a mismatch between the rollout engine and the trainer stays
+visible when the policy is right.
 """
 
 import json
@@ -45,9 +46,9 @@ def worked_solution(a: int, b: int, rng: random.Random, noise: float) -> str:
         total = int(x) + int(y) + carry
         if rng.random() < noise:
             total = total // 10 * 10 + (total + rng.randrange(1, 10)) % 10
-        first, second = (x, y) if rng.random() < 0.5 else (y, x)
-        written_carry = f"+{carry}" if carry or rng.random() < 0.5 else ""
-        text += f"{first}+{second}{written_carry}={total}" + rng.choice(".,;")
+        first, second = (x, y) if rng.random() < 0.7 else (y, x)
+        written_carry = f"+{carry}" if carry or rng.random() < 0.3 else ""
+        text += f"{first}+{second}{written_carry}={total}" + rng.choices(".,;", (6, 3, 1))[0]
         carry, answer = total // 10, str(total % 10) + answer
     return f"{text} {carry or ''}{answer}"
 
@@ -80,14 +81,18 @@ def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return rows[:TRAIN], rows[TRAIN:]
 
 
-def make_batch(tokenizer, rng: random.Random, excluded: set[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(
+    tokenizer, rng: random.Random, excluded: set[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, L] and labels [B, L] (-100 on prompt and padding) of fresh noisy examples."""
     sequences = []
     while len(sequences) < BATCH:
         a, b = problem(rng)
         if f"{a}+{b}" not in excluded:
             chat = [{"role": "user", "content": f"{a}+{b}"}]
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            prompt = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False
+            )
             response = tokenizer.encode(worked_solution(a, b, rng, NOISE), add_special_tokens=False)
             sequences.append((prompt, response + [tokenizer.eos_token_id]))
     length = max(len(p) + len(r) for p, r in sequences)
@@ -119,8 +124,12 @@ def main() -> None:
             eos_token_id=tokenizer.eos_token_id,
         )
     )
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05
+    )
     rng = random.Random(SEED + 1)
     excluded = {row["prompt"] for row in heldout}
     for step in range(STEPS):
@@ -136,7 +145,9 @@ def main() -> None:
     policy.save_pretrained(FOLDER)
     tokenizer.save_pretrained(FOLDER)
     parameters = sum(p.numel() for p in policy.parameters())
-    print(f"{FOLDER}: {parameters / 1e6:.2f}M parameters, {len(train)} train and {len(heldout)} held-out problems")
+    print(
+        f"{FOLDER}: {parameters / 1e6:.2f}M parameters, {len(train)} train and {len(heldout)} held-out problems"
+    )
 
 
 if __name__ == "__main__":
