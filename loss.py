@@ -43,8 +43,7 @@ def effective_sample_size(log_ratio, mask):
         raise ValueError("no response tokens: the effective sample size of nothing is undefined")
     log_ratio = log_ratio.detach()[mask].double()  # [|B|]; detached: e_B is a constant in (5)
     ratio = (log_ratio - log_ratio.max()).exp()  # [|B|]; (2) cannot see a common factor, exp can
-    ess = ratio.mean() ** 2 / (ratio**2).mean()  # (2) e_B, []
-    return ess.clamp(max=1.0)  # above 1 by rounding only
+    return (ratio.mean() ** 2 / (ratio**2).mean()).clamp(max=1.0)  # (2) e_B, []; rounding: <= 1
 
 
 def p3o_loss(
@@ -72,8 +71,6 @@ KL_ESTIMATORS = {
     "is": lambda log_ratio: log_ratio.exp() * log_ratio - torch.expm1(log_ratio),  # rho log rho
 }
 
-# What the objectives share: inputs that are safe to compute with, and the sum over B.
-
 
 def prepare(logp, logp_behavior, advantage, mask, token_count=None):
     """-> log pi_theta, log rho, A, each float64 [B, T] and 0 where masked; and token_count."""
@@ -94,8 +91,8 @@ def finish(loss, cut, log_ratio, mask, n, kl=None, count=None):
     check_rows(torch.isfinite(loss) | ~mask, "a loss is not finite (is the advantage?)")
     total = torch.where(mask, loss, 0.0).sum() / (n if count is None else count)  # []
     kl = KL_ESTIMATORS["k3"](log_ratio) if kl is None else kl  # [B, T]
-    stats = {"kl": kl, "capped": cut, "ratio": log_ratio.exp()}  # [B, T] each
-    stats = {k: (torch.where(mask, v, 0).sum() / n).detach() for k, v in stats.items()}  # [] each
+    stats = {"kl": kl, "capped": cut.double(), "ratio": log_ratio.exp()}  # [B, T] each
+    stats = {k: (torch.where(mask, v, 0.0).sum() / n).detach() for k, v in stats.items()}  # []
     return total, {"loss": total.detach()} | stats
 
 
@@ -103,8 +100,7 @@ def check_rows(good, what):
     """Stop at the first sequence with a token that is not good: [B, T]. No NaN goes on."""
     if not good.all():
         row = int((~good).any(dim=-1).nonzero()[0])
-        hint = "Look for misaligned tokens, stale weights, log-probs of another distribution."
-        raise FloatingPointError(f"{what} in sequence {row} of the {len(good)} given. {hint}")
+        raise FloatingPointError(f"{what} in sequence {row}: are tokens aligned, weights in sync?")
 
 
 # What P3O is compared with: rho is the ratio to pi_b, means are over the tokens of B, unless said.
@@ -169,9 +165,9 @@ def tis(logp, logp_behavior, advantage, mask, *, cap=2.0, token_count=None):
 def decoupled(
     logp, logp_behavior, advantage, mask, *, eps=0.2, cap=5.0, logp_prox=None, token_count=None
 ):
-    """min(pi_prox / pi_b, cap) times grpo's loss in pi_theta / pi_prox (2110.00641 eq. 6, with no
-    cap and pi_prox a moving average; the cap is AReaL's, which drops the tokens above it). pi_prox
-    is the policy before the first update on this rollout batch; None: this is that update."""
+    """min(pi_prox / pi_b, cap) times grpo's loss in pi_theta / pi_prox, pi_prox the policy before
+    the first update on this rollout batch (None: this is it). 2110.00641 has no cap, and a moving
+    average for pi_prox; the cap is AReaL's, which drops tokens above it: here they weigh cap."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
     logp_prox = (logp if logp_prox is None else logp_prox).detach()  # [B, T]
     behavior = prepare(logp_prox, logp_behavior, advantage, mask, n)[1].exp()  # [B, T]

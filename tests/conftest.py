@@ -1,0 +1,61 @@
+"""Which loss.py the tests run on: the repository's, or the one given by --loss PATH."""
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+LOSS = Path(__file__).parents[1] / "loss.py"
+FUNCTIONS = ("group_advantage", "effective_sample_size", "p3o_loss", "batch_quantities")
+
+
+def load_module(path):
+    """Import the file at `path`, which need not be on sys.path."""
+    spec = importlib.util.spec_from_file_location(f"loss_at_{abs(hash(str(path)))}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def differences(module, expected):
+    """Sentences on where `module` lacks the interface of `expected`; parameter names matter."""
+    for name in FUNCTIONS:
+        yield from compare(name, getattr(module, name, None), getattr(expected, name))
+    objectives = getattr(module, "OBJECTIVES", {})
+    for name, function in expected.OBJECTIVES.items():
+        yield from compare(f"OBJECTIVES[{name!r}]", objectives.get(name), function)
+
+
+def compare(name, found, expected):
+    def parameters(function):
+        return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+
+    if found is None:
+        yield f"{name} is missing"
+    elif parameters(found) != parameters(expected):
+        yield f"{name}{inspect.signature(found)} should be {name}{inspect.signature(expected)}"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--loss", metavar="PATH", help="run tests/test_loss.py on this file")
+
+
+def pytest_configure(config):
+    path = config.getoption("--loss")
+    if path is None:
+        return
+    if not Path(path).is_file():
+        raise pytest.UsageError(f"--loss {path}: there is no such file")
+    try:
+        config.loss_module = load_module(Path(path).resolve())
+    except Exception as error:
+        raise pytest.UsageError(f"--loss {path} cannot be imported: {error!r}") from error
+    if found := list(differences(config.loss_module, load_module(LOSS))):
+        raise pytest.UsageError("\n".join([f"--loss {path} has another interface:", *found]))
+
+
+@pytest.fixture(scope="session")
+def loss(request):
+    """The module under test."""
+    return getattr(request.config, "loss_module", None) or load_module(LOSS)
