@@ -1,6 +1,6 @@
 r"""A task: its problems, its gold answers, and what counts as correct. Try it: python reward.py
 
-Model output is never evaluated. But comparing two formulas may take forever (98**97**96), so a
+Model output is never evaluated. But comparing two formulas may take forever (98^{97^{96}}), so a
 worker does it: another Python, which forks a judge. A judge that exceeds its time is killed by the
 kernel (SIGALRM, default action), and the next one goes on behind that answer. One comparison may
 take LIMIT seconds; each kill halves that for the rest of the batch, down to FLOOR. So k hostile
@@ -8,16 +8,17 @@ answers get 0, delay it by less than 2 * LIMIT + k * FLOOR, and cost no other an
 """
 
 import json
+import logging
 import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 LIMIT, FLOOR, MEMORY = 1.0, 0.1, 2 * 2**30  # a judge's seconds (see above) and bytes
 MAX_TEXT, MAX_ANSWER = 100_000, 300  # characters read: the end of a completion; a final answer
@@ -34,7 +35,7 @@ class Task:
 HERE, SUBJECTS = Path(__file__).resolve().parent, "algebra counting_and_probability geometry "
 SUBJECTS += "intermediate_algebra number_theory prealgebra precalculus"
 MATH500, AIME24 = "HuggingFaceH4/MATH-500 test", "HuggingFaceH4/aime_2024 train"
-TASKS = {  # the hub was out of reach: + agrees with a dataset card, all with programs that load it
+TASKS = {  # Unchecked on the hub. All agree with programs that load them, + also with a data card.
     "tiny": Task(HERE / "tiny/train.jsonl", HERE / "tiny/heldout.jsonl", "exact", None),
     "gsm8k": Task("openai/gsm8k train main", "openai/gsm8k test main", "gsm8k"),  # +
     "math": Task(f"EleutherAI/hendrycks_math train {SUBJECTS}", MATH500),
@@ -54,12 +55,10 @@ def task_of(name_or_path):
     path = Path(name_or_path)
     if name_or_path in TASKS:
         return TASKS[name_or_path]
-    if path.exists():
-        return (
-            Task(path / "train.jsonl", path / "heldout.jsonl")
-            if path.is_dir()
-            else Task(path, path)
-        )
+    if path.is_dir():
+        return Task(path / "train.jsonl", path / "heldout.jsonl")
+    if path.is_file():
+        return Task(path, path)
     if re.fullmatch(r"[\w-]+/[\w.-]+(?<!\.jsonl)", name_or_path):
         return Task(f"{name_or_path} train", f"{name_or_path} test")
     raise ValueError(f"unknown task {name_or_path!r}: no such file, and none of {', '.join(TASKS)}")
@@ -68,42 +67,42 @@ def task_of(name_or_path):
 def load_task(name_or_path, split):
     """[{"prompt": ..., "answer": ...}, ...] of the split "train" or "heldout". A gold answer that
     its own verifier calls wrong stops the loading of a file; of a hub dataset it is left out."""
-    task, problems, lines = task_of(name_or_path), [], []
+    task, problems = task_of(name_or_path), {}
     source = {"train": task.train, "heldout": task.heldout}.get(split)
+    if source is None:
+        raise ValueError(f"task {name_or_path!r} has no split {split!r}: try 'train' or 'heldout'")
     try:
         if isinstance(source, Path):
             rows = source.read_bytes().splitlines()
         else:
-            import datasets
+            from datasets import concatenate_datasets, load_dataset
 
-            hub_id, hub_split, *names = source.split()
-            parts = [datasets.load_dataset(hub_id, n, split=hub_split) for n in names or [None]]
-            rows = datasets.concatenate_datasets(parts)
-    except Exception as error:  # no such split, no such file, no hub
-        raise ValueError(f"cannot load {split!r} of {name_or_path}: {source}: {error}") from None
+            hub_id, part, *names = source.split()
+            parts = [load_dataset(hub_id, name, split=part) for name in names or [None]]
+            rows = concatenate_datasets(parts)
+    except Exception as error:
+        raise ValueError(f"cannot load {source}: {error}; is the file or the hub there?") from None
     for line, row in enumerate(rows, 1):
         try:
-            row = json.loads(row) if isinstance(row, bytes) else row
-            if row.get("answer_type") == "description":  # in AMO-Bench: needs a judge who can read
-                continue
+            row = row if isinstance(row, dict) else dict(json.loads(row))
             prompt = next(row[c] for c in ("prompt", "problem", "question") if row.get(c))
             gold = next(str(row[c]) for c in ("answer", "solution") if row.get(c) not in (None, ""))
+        except (ValueError, TypeError, StopIteration) as error:
+            need = "a JSON object with prompt, problem or question, and answer or solution"
+            raise ValueError(f"{source}, line {line}: not {need} ({error!r})") from None
+        if row.get("answer_type") != "description":  # AMO-Bench's: they need a judge who can read
             gold = gold.rpartition("####")[2].strip()
-        except (ValueError, AttributeError, StopIteration) as error:
-            need = "JSON object with prompt, problem or question, and answer or solution"
-            raise ValueError(f"{source}, line {line}: not a {need} ({error!r})") from None
-        problems.append({"prompt": prompt, "answer": last_boxed(gold) or gold})
-        lines.append(line)
-    golds = [problem["answer"] for problem in problems]
+            problems[line] = {"prompt": prompt, "answer": last_boxed(gold) or gold}
+    golds = [problem["answer"] for problem in problems.values()]
     texts = golds if task.verifier == "exact" else [f"\\boxed{{{gold}}}" for gold in golds]
     right = score(texts, golds, task.verifier)
-    bad = [f"line {n}: {g!r}" for n, g, r in zip(lines, golds, right, strict=True) if not r]
-    message = f"{source}: {len(golds)} problems, {len(bad)} with unreadable answers {bad[:3]}"
-    if not any(right) or bad and isinstance(source, Path):
-        raise ValueError(f"{message}; correct or remove these")
+    bad = {n: gold for n, gold, ok in zip(problems, golds, right, strict=True) if not ok}
+    message = f"{source}: {len(bad)} of {len(golds)} answers unreadable, {list(bad.items())[:3]}"
+    if len(bad) == len(golds) or bad and isinstance(source, Path):
+        raise ValueError(f"{message}: correct or remove these lines")
     if bad:
-        print(f"{message}; left out", file=sys.stderr)
-    return [problem for problem, r in zip(problems, right, strict=True) if r]
+        print(f"{message}: left out", file=sys.stderr)
+    return [problem for n, problem in problems.items() if n not in bad]
 
 
 def encode_prompt(tokenizer, problem, instruction=None):
@@ -130,11 +129,8 @@ def last_boxed(text):
 
 def number(text):
     """The value of 1,234.50 or \\$7 or 18\\% or 12 eggs; None for anything else, as 1/2 or x=3."""
-    value, unit = (
-        r"(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)",
-        r"(?:\\?%|\\text\{[^{}]*\}|[a-zA-Z ]+)",
-    )
-    found = re.fullmatch(rf"\s*\\?\$?\s*{value}\s*{unit}?\.?\s*", text[:MAX_ANSWER], re.ASCII)
+    value, unit = r"(-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?)", r"(\\?%|\\text\{[^{}]*\}|[a-zA-Z ]+)?"
+    found = re.fullmatch(rf"\s*\\?\$?\s*{value}\s*{unit}\.?\s*", text[:MAX_ANSWER], re.ASCII)
     return found and Fraction(found[1].replace(",", ""))
 
 
@@ -142,17 +138,15 @@ def score(completions, answers, verifier="math"):
     """1.0 for a right final answer, else 0.0. exact: it is the last word. gsm8k: the last \\boxed{}
     (without one, what follows ####) is the same number. math: math-verify finds the last \\boxed{}
     equal; it ignores units, reads 18% as 18 or 0.18, 0.333333 as 1/3, and (1,2) as {1,2} too."""
-    ends = [completion[-MAX_TEXT:] for completion in completions]
+    pairs = [(a, c[-MAX_TEXT:]) for a, c in zip(answers, completions, strict=True)]
     if verifier == "exact":
-        return [float(e.split()[-1:] == [a]) for e, a in zip(ends, answers, strict=True)]
+        return [float(text.split()[-1:] == [gold]) for gold, text in pairs]
     if verifier == "gsm8k":
-        finals = [number(last_boxed(e) or "".join(e.rpartition("####")[1:])[4:]) for e in ends]
-        return [
-            float(f is not None and f == number(a)) for f, a in zip(finals, answers, strict=True)
-        ]
+        pairs = [(number(g), number(last_boxed(t) or t.rpartition("####")[2])) for g, t in pairs]
+        return [float(gold == final is not None) for gold, final in pairs]
     if verifier != "math":
         raise ValueError(f"unknown verifier {verifier!r}: give 'exact', 'gsm8k' or 'math'")
-    pairs = [(a, last_boxed(e)) for a, e in zip(answers, ends, strict=True)]
+    pairs = [(gold, last_boxed(text)) for gold, text in pairs]
     asked = [pair for pair in dict.fromkeys(pairs) if 0 < len(pair[1]) <= MAX_ANSWER]
     equal = dict(zip(asked, ask_worker(asked), strict=True))
     return [float(equal.get(pair, 0)) for pair in pairs]
@@ -162,82 +156,72 @@ lock, worker = threading.Lock(), None
 
 
 def ask_worker(pairs):
-    """1 for every pair (gold, answer) that is equal, else 0. A worker that died is replaced."""
+    """For every pair (gold, answer) 1 if equal, else 0. A worker that has died is replaced."""
     global worker
-    with lock:
-        for _ in range(3):
+    for _ in range(3):
+        with lock:
             if worker is None or worker.poll() is not None:
-                worker = subprocess.Popen(
-                    [sys.executable, HERE / "reward.py", "--worker"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is not for it; it ends when its stdin does
-                )
+                command = [sys.executable, HERE / "reward.py", "--worker"]
+                worker = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
             try:
                 worker.stdin.write(json.dumps(pairs).encode() + b"\n")
                 worker.stdin.flush()
                 return json.loads(worker.stdout.readline())
-            except BaseException as error:  # Ctrl-C too: a late reply must not meet the next batch
+            except BaseException as error:  # Ctrl-C too, whose late reply would meet the next batch
                 worker.kill()
                 worker.wait()
-                if not isinstance(error, (BrokenPipeError, json.JSONDecodeError)):
+                if not isinstance(error, BrokenPipeError | json.JSONDecodeError):
                     raise
-    raise RuntimeError("the worker cannot run; to see why: echo '[]' | python reward.py --worker")
+    raise RuntimeError("the worker that compares formulas dies: see what it prints on stderr")
 
 
-def run_worker():
-    """A batch of pairs a line in, their verdicts a line out, until the parent closes the pipe."""
-    import logging
-
+def judge(pairs, limit, out):
+    """Writes a byte 1 or 0 for every pair, until one exceeds the limit."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    def equal(*texts):  # LaTeX in a box only: the other readers of math_verify take any number
-        box = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
-        # it reads 1 000 as 1 * 000, and no formula that ends in a period
-        texts = [
-            re.sub(r"(?<=\d)(?: |~|\\[ ,;:])+(?=\d{3}(?!\d))", "", t.strip("$. ")) for t in texts
-        ]
-        gold, answer = (parse(f"\\boxed{{{t}}}", box, parsing_timeout=None) for t in texts)
-        return verify(gold, answer, timeout_seconds=None)
+    # in a box, and LaTeX only: math_verify's other readers accept any number, and evaluate
+    box = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    for pair in pairs:
+        signal.setitimer(signal.ITIMER_REAL, limit)
+        pair = [re.sub(r"(?<=\d)( |~|\\[ ,;:])+(?=\d{3}(?!\d))", "", t).strip("$. ") for t in pair]
+        gold, final = (parse(f"\\boxed{{{text}}}", box, parsing_timeout=None) for text in pair)
+        equal = verify(gold, final, timeout_seconds=None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.write(out, bytes([equal]))
 
-    logging.disable()
-    for text in (r"\frac{\sqrt{2}}{3}", "(1,2]", "x^2+1=y", r"\begin{pmatrix}1\\2\end{pmatrix}"):
-        equal(text, text)  # fills the caches that every judge inherits
-    equal("x^2+2x+1", "(x+1)^2")
+
+def work():
+    """The worker: a line of pairs in, a line of verdicts out, until its parent's pipe closes."""
+    logging.disable()  # math_verify warns that its own time limit is off
+    null = os.open(os.devnull, os.O_WRONLY)
+    judge([(r"(\frac{1}{\sqrt{2}},3]", "x=2"), ("x^2+2x+1", "(x+1)^2")], 0, null)  # fills caches
     for line in sys.stdin:
         pairs, verdicts, limit = json.loads(line), b"", LIMIT
         while len(verdicts) < len(pairs):
             read, write = os.pipe()
-            if os.fork() == 0:  # the judge
+            if os.fork() == 0:
                 try:
-                    os.dup2(2, 1)  # only the worker speaks to its parent
+                    os.dup2(null, 1)  # only the worker itself answers
                     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-                    for pair in pairs[len(verdicts) :]:
-                        signal.setitimer(signal.ITIMER_REAL, limit)
-                        verdict = equal(*pair)
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                        os.write(write, bytes([verdict]))
+                    judge(pairs[len(verdicts) :], limit, write)
                 finally:
                     os._exit(0)
             os.close(write)
             with open(read, "rb") as pipe:
                 verdicts += pipe.read()
             os.wait()
-            if len(verdicts) < len(pairs):  # the judge died of the answer that it had come to
+            if len(verdicts) < len(pairs):  # the judge died of the next answer
                 verdicts, limit = verdicts + b"\0", max(FLOOR, limit / 2)
         print(json.dumps(list(verdicts)), flush=True)
 
 
-if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        run_worker()
-        sys.exit()
-    for verifier, gold, completion in (
+if __name__ == "__main__" and "--worker" in sys.argv:
+    work()
+elif __name__ == "__main__":
+    for verifier, gold, text in (
         ("exact", "1283", "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283"),
-        ("gsm8k", "72", "48 and 24 more. #### 72"),
-        ("math", r"\frac{1}{2}", r"so it is \boxed{0.5}"),
-        ("math", "5", r"\boxed{98**97**96}"),
+        ("gsm8k", "72", "48 and half of it. #### 72"),
+        ("math", r"\frac{1}{2}", r"So it is \boxed{0.5}."),
+        ("math", "5", r"\boxed{98^{97^{96}}}"),
     ):
-        print(
-            f"{verifier:6} gold {gold:12} {score([completion], [gold], verifier)[0]} {completion}"
-        )
+        print(f"{verifier:6}{gold:>12}{score([text], [gold], verifier)[0]:5} {text}")
