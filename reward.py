@@ -91,17 +91,19 @@ def load_task(name_or_path, split):
             need = "a JSON object with prompt, problem or question, and answer or solution"
             raise ValueError(f"{source}, line {line}: not {need} ({error!r})") from None
         if row.get("answer_type") != "description":  # AMO-Bench's: they need a judge who can read
-            gold = gold.rpartition("####")[2].strip()
-            problems[line] = {"prompt": prompt, "answer": last_boxed(gold) or gold}
+            _, mark, gold = gold.rpartition("####")  # GSM8K's, where 3,600 is a number
+            gold = gold.replace(",", "").strip() if mark else last_boxed(gold) or gold.strip()
+            problems[line] = {"prompt": prompt, "answer": gold}
     golds = [problem["answer"] for problem in problems.values()]
     texts = golds if task.verifier == "exact" else [f"\\boxed{{{gold}}}" for gold in golds]
     right = score(texts, golds, task.verifier)
     bad = {n: gold for n, gold, ok in zip(problems, golds, right, strict=True) if not ok}
-    message = f"{source}: {len(bad)} of {len(golds)} answers unreadable, {list(bad.items())[:3]}"
-    if len(bad) == len(golds) or bad and isinstance(source, Path):
-        raise ValueError(f"{message}: correct or remove these lines")
+    message = f"{source}: {len(golds)} problems, {len(bad)} answers unreadable by verifier "
+    message += f"{task.verifier!r}, (line, answer): {list(bad.items())[:3]}"
+    if len(bad) == len(golds) or bad and isinstance(source, Path):  # or if there are no problems
+        raise ValueError(f"{message}; correct or remove these lines")
     if bad:
-        print(f"{message}: left out", file=sys.stderr)
+        print(f"{message}; left out", file=sys.stderr)
     return [problem for n, problem in problems.items() if n not in bad]
 
 
@@ -218,10 +220,11 @@ def work():
 if __name__ == "__main__" and "--worker" in sys.argv:
     work()
 elif __name__ == "__main__":
-    for verifier, gold, text in (
-        ("exact", "1283", "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283"),
-        ("gsm8k", "72", "48 and half of it. #### 72"),
-        ("math", r"\frac{1}{2}", r"So it is \boxed{0.5}."),
-        ("math", "5", r"\boxed{98^{97^{96}}}"),
+    print(f"{len(load_task('tiny', 'train'))} problems, such as {load_task('tiny', 'train')[0]}")
+    for verifier, gold, *texts in (
+        ("exact", "1283", "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283", "8+5+0=13. 7+0+1=8. 1284"),
+        ("gsm8k", "72", "48 and half of it. #### 72", "I guess 72"),
+        ("math", r"\frac{1}{2}", r"So it is \boxed{0.5}.", r"\boxed{2}", r"\boxed{98^{97^{96}}}"),
     ):
-        print(f"{verifier:6}{gold:>12}{score([text], [gold], verifier)[0]:5} {text}")
+        for text, reward in zip(texts, score(texts, [gold] * len(texts), verifier), strict=True):
+            print(f"{verifier:6}{gold:>12}{reward:5} {text}")
