@@ -81,11 +81,13 @@ def load_task(name_or_path, split):
             parts = [load_dataset(hub_id, name, split=part) for name in names or [None]]
             rows = concatenate_datasets(parts)
     except Exception as error:
-        raise ValueError(f"cannot load {source}: {error}; is the file or the hub there?") from None
+        why = " ".join(str(error).split())
+        raise ValueError(f"cannot load {source}: {why}; is the file or the hub there?") from None
     for line, row in enumerate(rows, 1):
         try:
             row = row if isinstance(row, dict) else dict(json.loads(row))
-            prompt = next(row[c] for c in ("prompt", "problem", "question") if row.get(c))
+            texts = (row.get(column) for column in ("prompt", "problem", "question"))
+            prompt = next(text for text in texts if isinstance(text, str) and text.strip())
             gold = next(str(row[c]) for c in ("answer", "solution") if row.get(c) not in (None, ""))
         except (ValueError, TypeError, StopIteration) as error:
             need = "a JSON object with prompt, problem or question, and answer or solution"
@@ -97,7 +99,7 @@ def load_task(name_or_path, split):
     golds = [problem["answer"] for problem in problems.values()]
     texts = golds if task.verifier == "exact" else [f"\\boxed{{{gold}}}" for gold in golds]
     right = score(texts, golds, task.verifier)
-    bad = {n: gold for n, gold, ok in zip(problems, golds, right, strict=True) if not ok}
+    bad = {n: gold[:40] for n, gold, ok in zip(problems, golds, right, strict=True) if not ok}
     message = f"{source}: {len(golds)} problems, {len(bad)} answers unreadable by verifier "
     message += f"{task.verifier!r}, (line, answer): {list(bad.items())[:3]}"
     if len(bad) == len(golds) or bad and isinstance(source, Path):  # or if there are no problems

@@ -481,6 +481,7 @@ BAD_FILES = [
     ("\xff\n", r"t\.jsonl, line 1: not a JSON object"),
     ('{"prompt": "1+1"}\n', r"t\.jsonl, line 1.*answer or solution"),
     ('{"answer": "2"}\n', r"t\.jsonl, line 1.*prompt, problem or question"),
+    ('{"prompt": [{"role": "user"}], "answer": "2"}\n', r"t\.jsonl, line 1.*prompt, problem"),
     ('{"prompt": "", "answer": "2"}\n', r"t\.jsonl, line 1.*prompt, problem or question"),
     ('{"prompt": "1+1", "answer": ""}\n', r"t\.jsonl, line 1.*answer or solution"),
     (
