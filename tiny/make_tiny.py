@@ -1,19 +1,19 @@
 """Make the embedded default: a small task, and a small policy that solves about half of it.
 
-    python tiny/make_tiny.py            # rewrites train.jsonl, heldout.jsonl and the model in this folder
+    python tiny/make_tiny.py    # rewrites the problems and the model in this folder: 5 minutes
 
 The task is the sum of two numbers of three or four digits, worked digit by digit from the right:
 
     prompt    478+805
     response  8+5=13;0+7+1=8,4+8+0=12. 1283
 
-The policy is a Llama of 0.6M parameters, trained by maximum likelihood on worked solutions of which each
-digit sum is wrong with probability NOISE. It learns to make these mistakes as often as its examples do, so it is
-right in about (1 - NOISE)^3.5 = 0.57 of its samples, and has something to learn from a reward. A
-solution may also be written in many equally good ways, some of them rarer than others (order of the
-terms, a carry of 0 written or not, the separator): this gives the policy an entropy that the reward
-does not remove, as language has, so that a mismatch between the rollout engine and the trainer stays
-visible when the policy is right.
+The policy is a Llama of 0.64M parameters, trained by maximum likelihood on worked solutions in
+which each digit sum is wrong with probability NOISE. It learns to make these mistakes as often as
+its examples do, so it is right in about (1 - NOISE)^3.5 = 0.57 of its samples, and a reward has
+something to teach it. A solution may be written in many equally good ways, some rarer than others
+(order of the terms, a carry of 0 written or not, the separator): an entropy that the reward does
+not remove, as language has it, so that a mismatch between engine and trainer shows even when the
+policy is right.
 """
 
 import json
@@ -40,7 +40,7 @@ def problem(rng: random.Random) -> tuple[int, int]:
 
 
 def worked_solution(a: int, b: int, rng: random.Random, noise: float) -> str:
-    """One of the many ways to write the sum out; a wrong digit sum is carried on as it was written."""
+    """One of the ways to write the sum out; a wrong digit sum is carried on as it is written."""
     text, carry, answer = "", 0, ""
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
@@ -66,7 +66,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         model_max_length=128,
         clean_up_tokenization_spaces=False,
-        chat_template="{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        chat_template="{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}:{% endif %}",
     )
 
@@ -145,9 +145,7 @@ def main() -> None:
     policy.save_pretrained(FOLDER)
     tokenizer.save_pretrained(FOLDER)
     parameters = sum(p.numel() for p in policy.parameters())
-    print(
-        f"{FOLDER}: {parameters / 1e6:.2f}M parameters, {len(train)} train and {len(heldout)} held-out problems"
-    )
+    print(f"{FOLDER}: {parameters / 1e6:.2f}M parameters, {TRAIN} and {HELDOUT} problems")
 
 
 if __name__ == "__main__":

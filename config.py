@@ -1,0 +1,124 @@
+"""The configuration of a run: its fields, which are the flags of train.py, and what cannot run."""
+
+import inspect
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import transformers
+import yaml
+
+from loss import OBJECTIVES
+from rollout import QUANTIZATIONS
+
+DTYPES = ("float32", "bfloat16")
+
+
+def flag(default, help: str, **choices):
+    """A field of Config with its sentence for --help and, where there are some, its choices."""
+    value = {"default_factory": lambda: default} if default == [] else {"default": default}
+    return field(**value, metadata={"help": help, **choices})
+
+
+@dataclass
+class Config:
+    """A run. Its mismatch is set by temperature to lag and by passes x minibatches alone."""
+
+    model: str = flag("tiny", "the initial policy: a model folder or a hub name")
+    task: str = flag("tiny", "a name of reward.TASKS, a JSONL file, or a hub dataset")
+    out_dir: str = flag("", "where the run writes; by default runs/ and the time")
+    objective: str = flag("p3o", "an objective of loss.py", choices=list(OBJECTIVES))
+    objective_args: list[str] = flag([], "its hyper-parameters: name=value ...")
+    scale_advantage: bool = flag(True, "divide the advantage by its group's standard deviation")
+    steps: int = flag(80, "rollout batches to learn from")
+    prompts_per_step: int = flag(32, "prompts of a rollout batch, over all ranks")
+    group_size: int = flag(8, "G, the responses to a prompt")
+    passes: int = flag(1, "how often a rollout batch is gone through")
+    minibatches: int = flag(1, "optimizer steps of a pass; each is a batch B of the loss")
+    temperature: float = flag(1.0, "of the rollouts; not policy_temperature: off-policy")
+    top_p: float = flag(1.0, "of the rollouts; nothing is learned about tokens outside")
+    top_k: int = flag(0, "of the rollouts, as top_p; 0: all tokens")
+    rollout_quantization: str = flag("none", "of the engine", choices=QUANTIZATIONS)
+    lag: int = flag(0, "steps between the sampling of a batch and its use")
+    policy_temperature: float = flag(1.0, "of pi_theta, in training and evaluation")
+    max_prompt_tokens: int = flag(0, "drop longer prompts; 0: every prompt has to fit")
+    max_response_tokens: int = flag(64, "truncate longer responses")
+    learning_rate: float = flag(2e-4, "of AdamW, constant after the warm-up")
+    warmup_steps: int = flag(5, "optimizer steps of linear warm-up")
+    weight_decay: float = flag(0.0, "of AdamW")
+    max_grad_norm: float = flag(1.0, "clip the gradient to this norm")
+    dtype: str = flag("auto", "of the trainer; auto: bfloat16 on CUDA", choices=("auto", *DTYPES))
+    rollout_dtype: str = flag("bfloat16", "of the engine", choices=DTYPES)
+    micro_batch_tokens: int = flag(16384, "padded, in one forward pass: memory, no result")
+    gradient_checkpointing: bool = flag(False, "trade a forward pass for activation memory")
+    kv_cache_gb: float = flag(0.25, "the engine's KV cache on a rank")
+    max_num_seqs: int = flag(256, "responses that an engine decodes at once")
+    eval_every: int = flag(10, "steps between evaluations; 0: before and after")
+    eval_problems: int = flag(512, "held-out problems to evaluate on; 0: all")
+    save_every: int = flag(0, "steps between checkpoints; 0: none")
+    resume: bool = flag(False, "go on from the newest checkpoint of out_dir")
+    seed: int = flag(0, "of the order of the problems and the noise of the samples")
+    verbose: bool = flag(False, "show the messages of vLLM and torch")
+
+
+POSITIVE = """steps prompts_per_step passes minibatches temperature top_p policy_temperature
+    max_response_tokens learning_rate max_grad_norm micro_batch_tokens kv_cache_gb max_num_seqs"""
+
+
+class Refused(Exception):
+    """What the user can act on: its message, one sentence, is all that is printed."""
+
+
+def parse_config(arguments: list[str] | None = None) -> Config:
+    """Defaults, then --config FILE.yaml, then flags. Raises Refused."""
+    parser = transformers.HfArgumentParser(Config, description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", help="a YAML file of these fields")
+
+    def refuse(message: str) -> None:
+        raise Refused(f"{message}; see --help")
+
+    parser.error = refuse
+    if path := parser.parse_known_args(arguments)[0].config:
+        recipe = yaml.safe_load(Path(path).read_text())
+        if unknown := sorted(recipe.keys() - {f.name for f in fields(Config)}):
+            raise Refused(f"{path}: no such field: {', '.join(unknown)}")
+        parser.set_defaults(**recipe)
+    values = vars(parser.parse_args(arguments))
+    return Config(**{name: value for name, value in values.items() if name != "config"})
+
+
+def hyper_parameters(cfg: Config) -> dict[str, float | str]:
+    """objective_args as keywords of the objective. Raises Refused on one that it does not have."""
+    keywords = inspect.signature(OBJECTIVES[cfg.objective]).parameters.items()
+    # The other keywords are quantities of the batch, unknown before it: their default is None.
+    known = {name: p.default for name, p in keywords if p.default not in (p.empty, None)}
+    given = dict(argument.partition("=")[::2] for argument in cfg.objective_args)
+    try:
+        return {name: type(known[name])(value) for name, value in given.items()}
+    except (KeyError, ValueError) as error:
+        takes = ", ".join(f"{name}={value}" for name, value in known.items()) or "nothing"
+        raise Refused(f"objective_args {given}: {cfg.objective} takes {takes}") from error
+
+
+def check_config(cfg: Config) -> None:
+    """Raises Refused on what cannot run."""
+    for f in fields(cfg):
+        value, choices = getattr(cfg, f.name), f.metadata.get("choices", ())
+        if choices and value not in choices:  # argparse looks at flags, but not at --config
+            raise Refused(f"unknown {f.name} {value!r}: choose one of {', '.join(choices)}")
+        if isinstance(value, int | float) and (
+            value < 0 or not value and f.name in POSITIVE.split()
+        ):
+            raise Refused(f"{f.name} is {value}: it has to be positive")
+    if cfg.group_size < 2:
+        raise Refused(
+            f"group_size is {cfg.group_size}: an advantage within a group takes 2 or more"
+        )
+    hyper_parameters(cfg)
+    if max(cfg.temperature, cfg.policy_temperature) > 2 or cfg.top_p > 1:
+        raise Refused("vLLM samples at a temperature of at most 2 and a top_p of at most 1")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if cfg.prompts_per_step < max(world, cfg.minibatches):
+        raise Refused(f"{cfg.prompts_per_step} prompts_per_step: give each rank and minibatch one")
+    if Path(cfg.out_dir, "config.json").exists() and cfg.out_dir and not cfg.resume:
+        raise Refused(f"{cfg.out_dir} holds another run: choose another out_dir, or --resume")
