@@ -79,7 +79,11 @@ def parse_config(arguments: list[str] | None = None) -> Config:
 
     parser.error = refuse
     if path := parser.parse_known_args(arguments)[0].config:
-        recipe = yaml.safe_load(Path(path).read_text())
+        try:
+            recipe = dict(yaml.safe_load(Path(path).read_text()))
+        except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            raise Refused(f"--config {path} is no YAML file of fields: {reason}") from error
         if unknown := sorted(recipe.keys() - {f.name for f in fields(Config)}):
             raise Refused(f"{path}: no such field: {', '.join(unknown)}")
         parser.set_defaults(**recipe)

@@ -33,6 +33,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def load_model_files(model: str) -> tuple[PreTrainedTokenizerBase, int]:
     """Tokenizer and context length of a model folder or hub name; ValueError where none is."""
+    if not Path(model).is_dir() and model.count("/") != 1:
+        raise ValueError(f"no model at {model!r}: neither a folder nor a hub name, owner/name")
     try:
         context = AutoConfig.from_pretrained(model).max_position_embeddings
         return AutoTokenizer.from_pretrained(model), context
@@ -84,6 +86,8 @@ def evaluate(
     Each rank takes every world-th problem, with noise that depends on the problem alone.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
+    if len(problems) < world:
+        raise ValueError(f"{len(problems)} problems cannot be shared by {world} ranks: use fewer")
     seeds = noise_seeds(seed, 0, len(problems), samples)[rank::world]
     rollouts = engine.sample(prompts[rank::world], samples, seeds, **sampling)
     answers = [problem["answer"] for problem in problems[rank::world] for _ in range(samples)]

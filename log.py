@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from rollout import Rollouts
 
@@ -22,8 +23,8 @@ PHASES = ("rollout", "reward", "update", "sync")
 class Log:
     """Collects the seconds of the phases of a step, then writes what the step did."""
 
-    def __init__(self, out_dir: str, group_size: int) -> None:
-        self.out, self.group_size = Path(out_dir), group_size
+    def __init__(self, out_dir: str, group_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.out, self.group_size, self.tokenizer = Path(out_dir), group_size, tokenizer
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -78,8 +79,9 @@ class Log:
             row["heldout_pass@1"] = pass_at_1
         self.append("metrics.jsonl", row)
         for i in range(0, min(2 * self.group_size, len(rollouts.text)), self.group_size):
-            sample = {"step": step, "reward": reward[i].item(), "response": rollouts.text[i]}
-            self.append("samples.jsonl", sample)
+            prompt = self.tokenizer.decode(rollouts.tokens[i, : rollouts.prompt_length[i]])
+            sample = {"step": step, "reward": reward[i].item(), "prompt": prompt}
+            self.append("samples.jsonl", sample | {"response": rollouts.text[i]})
         self.seconds.clear()
         print(
             f"step {step:4d}  reward {row['reward']:.3f}  e_B {row['ess']:.4f}  "

@@ -148,32 +148,32 @@ def gspo(
 
 
 def cispo(logp, logp_behavior, advantage, mask, *, eps_high=4.0, token_count=None):
-    """tis with cap 1 + eps_high (MiniMax-M1, 2506.13585 eq. 4, 5; no lower bound, no value given:
-    4 makes the cap 5, ScaleRL's and TRL's; TRL's epsilon_high is the cap itself)."""
-    return tis(logp, logp_behavior, advantage, mask, cap=1 + eps_high, token_count=token_count)
+    """tis with C = 1 + eps_high (MiniMax-M1, 2506.13585 eq. 4, 5; no lower bound, no value given:
+    4 makes C 5, ScaleRL's and TRL's; TRL's epsilon_high is C itself)."""
+    return tis(logp, logp_behavior, advantage, mask, C=1 + eps_high, token_count=token_count)
 
 
-def tis(logp, logp_behavior, advantage, mask, *, cap=2.0, token_count=None):
-    """-sg(min(rho, cap)) A log pi (IMPALA, 1802.01561, with cap 1; RLHF stacks truncate pi_old/pi_b
-    at 2 and keep PPO's clip: the same at the first update). A high-ratio token weighs cap."""
+def tis(logp, logp_behavior, advantage, mask, *, C=2.0, token_count=None):
+    """-sg(min(rho, C)) A log pi (IMPALA, 1802.01561, with C = 1; RLHF stacks truncate pi_old/pi_b
+    at 2 and keep PPO's clip: the same at the first update). A high-ratio token weighs C."""
     logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
     ratio = log_ratio.exp()  # [B, T]
-    loss = -ratio.clamp(max=cap).detach() * advantage * logp  # [B, T]
-    return finish(loss, ratio > cap, log_ratio, mask, n)
+    loss = -ratio.clamp(max=C).detach() * advantage * logp  # [B, T]
+    return finish(loss, ratio > C, log_ratio, mask, n)
 
 
 def decoupled(
-    logp, logp_behavior, advantage, mask, *, eps=0.2, cap=5.0, logp_prox=None, token_count=None
+    logp, logp_behavior, advantage, mask, *, eps=0.2, c_w=5.0, logp_prox=None, token_count=None
 ):
-    """min(pi_prox / pi_b, cap) times grpo's loss in pi_theta / pi_prox, pi_prox the policy before
-    the first update on this rollout batch (None: this is it). 2110.00641 has no cap, and a moving
-    average for pi_prox; the cap is AReaL's, which drops tokens above it: here they weigh cap."""
+    """min(pi_prox / pi_b, c_w) times grpo's loss in pi_theta / pi_prox, pi_prox the policy before
+    the first update on this rollout batch (None: this is it). 2110.00641 has no c_w, and a moving
+    average for pi_prox; c_w is AReaL's, which drops tokens above it: here they weigh c_w."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
     logp_prox = (logp if logp_prox is None else logp_prox).detach()  # [B, T]
     behavior = prepare(logp_prox, logp_behavior, advantage, mask, n)[1].exp()  # [B, T]
     ratio = prepare(logp, logp_prox, advantage, mask, n)[1].exp()  # [B, T]
     loss, cut = surrogate(ratio, advantage, eps, eps)  # [B, T]
-    return finish(behavior.clamp(max=cap) * loss, cut | (behavior > cap), log_ratio, mask, n)
+    return finish(behavior.clamp(max=c_w) * loss, cut | (behavior > c_w), log_ratio, mask, n)
 
 
 def m2po(logp, logp_behavior, advantage, mask, *, tau=0.04, cutoff=None, token_count=None):

@@ -1,31 +1,25 @@
-"""Rollouts: what the engine sampled, and how the trainer scores it: both sides of the ratio (1).
+"""Rollouts: what the vLLM engine samples, and the log-probability with which it does.
 
-    pi_b      the behavior policy: what vLLM really sampled from, after temperature, top-p, top-k,
-              in the engine's precision; its log-probabilities come with the samples
-    pi_theta  the policy: the trainer's forward pass over the same tokens (`response_logp`)
-
-The engine lives in the trainer's process, one a rank, on CPU and CUDA by the same code. Run this
-file to measure how far an engine is from its trainer, for any model folder or hub name:
+pi_b, the behavior policy of (1), is what vLLM really sampled from: after temperature, top-p and
+top-k, in the engine's precision. The engine lives in the trainer's process, one a rank, on CPU and
+CUDA by the same code. Run this file to measure how far an engine is from its trainer:
 
     python rollout.py --model tiny --rollout_quantization fp8_per_channel --temperature 1.2
 """
 
-import argparse
-import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 if "--verbose" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
 import torch
 import torch.distributed as dist
+import transformers
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 QUANTIZATIONS = ("none", "fp8_per_channel", "fp8_emulated")
 
@@ -46,50 +40,24 @@ class Rollouts:
     logp_prox: torch.Tensor | None = None  # [N, T] log pi_theta before the first update on them
 
     def rows(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
-        """These rows alone, in this order, with no more padding than they need."""
-        columns = int(self.mask[rows].sum(1).max()) if rows else 0  # T of the rows
-        length = int((self.prompt_length + self.mask.sum(1))[rows].max()) if rows else 0  # L
-        part = {"text": [self.text[i] for i in rows]}
-        for field in fields(self):
-            if isinstance(value := getattr(self, field.name), torch.Tensor):
-                value = value[rows]
-                if value.dim() == 2:
-                    value = value[:, : length if field.name == "tokens" else columns]
-                part[field.name] = value.to(device)
-        return replace(self, **part)
-
-
-def response_logp(
-    model: torch.nn.Module, batch: Rollouts, temperature: float = 1.0, chunk: int = 1024
-) -> torch.Tensor:
-    """log pi_theta of the response tokens, [N, T] float32, nats; 0 where the mask is False.
-
-    `model` is a causal language model of transformers with a linear head (Llama, Qwen). Right
-    padding needs no attention mask: no token sees a later one. The head is applied in float32, to
-    response positions alone, `chunk` of them at a time, and once more in the backward pass: no
-    [tokens, vocabulary] tensor is ever kept.
-    """
-    hidden = model.base_model(
-        input_ids=batch.tokens, use_cache=False
-    ).last_hidden_state  # [N, L, D]
-    row, t = batch.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
-    position = batch.prompt_length[row] + t  # [M]; predicted one position earlier
-    hidden, target = hidden[row, position - 1], batch.tokens[row, position]  # [M, D], [M]
-    head = model.get_output_embeddings().weight  # [V, D]
-
-    def chunk_logp(hidden: torch.Tensor, target: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        logits = hidden.float() @ head.float().T / temperature  # [chunk, V]
-        return -torch.nn.functional.cross_entropy(logits, target, reduction="none")  # [chunk]
-
-    chunks = zip(hidden.split(chunk), target.split(chunk), strict=True)
-    logp = [checkpoint(chunk_logp, h, y, head, use_reentrant=False) for h, y in chunks]
-    return torch.zeros_like(batch.logp_behavior).masked_scatter(batch.mask, torch.cat(logp))
+        """These rows, without needless padding; no rows: one of padding, for a rank has to run."""
+        if not rows:
+            nothing = self.rows([0], device)
+            return replace(nothing, mask=torch.zeros_like(nothing.mask))
+        columns = int(self.mask[rows].sum(1).max())  # T of the rows
+        length = int((self.prompt_length + self.mask.sum(1))[rows].max())  # L of the rows
+        part = {name: x[rows] for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        for name, x in part.items():
+            if x.dim() == 2:
+                x = x[:, : length if name == "tokens" else columns]
+            part[name] = x.to(device)
+        return replace(self, text=[self.text[i] for i in rows], **part)
 
 
 def init_distributed() -> dist.DeviceMesh:
-    """Join torchrun's process group, or be its only rank; returns the mesh (node, rank) or (rank,).
+    """Join torchrun's group, or be its only rank; returns the mesh (node, rank) or (rank,).
 
-    It comes before the engine, which would otherwise make a group of its own, of the wrong size.
+    Before the engine, which would otherwise make a group of its own, of the wrong size.
     """
     if "RANK" not in os.environ:  # no torchrun; port 0 is any free one
         alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, MASTER_PORT=0)
@@ -118,8 +86,8 @@ def fp8_round(weight: torch.Tensor) -> torch.Tensor:
 class Engine:
     """A vLLM engine in this process; `init_distributed` comes first, and all ranks build together.
 
-    quantization "fp8_per_channel" is vLLM's own: fp8 weights and activations, quantized anew by
-    every `load_weights`. "fp8_emulated" has `load_weights` round them, and computes in `dtype`.
+    quantization "fp8_per_channel" is vLLM's own, of weights and activations, done anew by every
+    `load_weights`. "fp8_emulated" has `load_weights` round the weights, and computes in `dtype`.
     """
 
     def __init__(
@@ -131,7 +99,6 @@ class Engine:
         dtype: str = "bfloat16",
         kv_cache_gb: float = 0.25,
         max_num_seqs: int = 256,
-        seed: int = 0,
         can_sleep: bool = False,
         verbose: bool = False,
     ) -> None:
@@ -139,6 +106,7 @@ class Engine:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             logging.getLogger("vllm").setLevel("ERROR")  # for what it says before it reads that
             warnings.filterwarnings("ignore", category=FutureWarning)
+            transformers.utils.logging.disable_progress_bar()
         from vllm import LLM  # not above: it takes seconds, and reads the level when imported
 
         cuda = torch.cuda.is_available()
@@ -152,14 +120,13 @@ class Engine:
             quantization="fp8_per_channel" if quantization == "fp8_per_channel" else None,
             distributed_executor_backend="external_launcher",  # in this process, in its group
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-            hf_overrides={"head_dtype": "float32"},  # as in response_logp
+            hf_overrides={"head_dtype": "float32"},  # as in Policy
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,
             use_tqdm_on_load=verbose,
-            seed=seed,
             **({} if cuda else whole),
         )
         self.tokenizer = self.llm.get_tokenizer()
@@ -167,8 +134,7 @@ class Engine:
     def sample(self, prompts: list[list[int]], n: int, seeds: list[int], **sampling) -> Rollouts:
         """n responses to each prompt (token ids), those to one prompt next to each other.
 
-        Response j to prompt i draws its noise from seeds[i] + j. `sampling` is max_tokens, and as
-        needed temperature, top_p, top_k (0: all tokens), ... of vllm.SamplingParams.
+        Response j to prompt i draws its noise from seeds[i] + j; `sampling` as SamplingParams.
         """
         from vllm import SamplingParams
 
@@ -180,18 +146,16 @@ class Engine:
         )
         sampled = [(prompts[i], r) for i, output in enumerate(outputs) for r in output.outputs]
         versions = {span.version for _, r in sampled for span in r.weight_versions}
-        lengths = torch.tensor([len(r.token_ids) for _, r in sampled], dtype=torch.long)  # [N]
+        lengths = torch.tensor([len(r.token_ids) for _, r in sampled])  # [N]
 
-        def padded(rows: list, dtype: torch.dtype) -> torch.Tensor:
-            rows = [torch.tensor(row, dtype=dtype) for row in rows]
-            return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0, dtype=dtype)
+        def padded(rows: list[list]) -> torch.Tensor:
+            return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
-        logp_behavior = padded([r.logprobs.logprobs for _, r in sampled], torch.float32)  # [N, T]
         return Rollouts(
-            tokens=padded([prompt + list(r.token_ids) for prompt, r in sampled], torch.long),
-            prompt_length=torch.tensor([len(prompt) for prompt, _ in sampled], dtype=torch.long),
-            mask=torch.arange(logp_behavior.shape[1]) < lengths[:, None],
-            logp_behavior=logp_behavior,
+            tokens=padded([prompt + list(r.token_ids) for prompt, r in sampled]),
+            prompt_length=torch.tensor([len(prompt) for prompt, _ in sampled]),
+            mask=torch.arange(lengths.max()) < lengths[:, None],
+            logp_behavior=padded([r.logprobs.logprobs for _, r in sampled]),
             truncated=torch.tensor([r.finish_reason == "length" for _, r in sampled]),
             text=[self.tokenizer.decode(r.token_ids, skip_special_tokens=True) for _, r in sampled],
             weight_version=" and ".join(sorted(versions)),  # one, or something is very wrong
@@ -203,18 +167,17 @@ class Engine:
         A lazy iterator may run collectives: vLLM takes it in order. `version` labels the samples.
         """
 
-        def as_sampled_with() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in weights:
-                weight = weight.to(self.dtype)
-                # As vLLM's own fp8: linear layers, but neither the embedding nor the head.
-                linear = weight.dim() == 2 and "embed" not in name and "lm_head" not in name
-                yield name, fp8_round(weight) if linear and emulated else weight
+        def as_loaded(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+            # fp8 as vLLM's own: of linear layers, but neither of the embedding nor of the head.
+            linear = weight.dim() == 2 and "embed" not in name and "lm_head" not in name
+            fp8 = linear and self.quantization == "fp8_emulated"
+            return name, fp8_round(weight.to(self.dtype)) if fp8 else weight.to(self.dtype)
 
-        emulated = self.quantization == "fp8_emulated"
+        iterator = (as_loaded(name, weight) for name, weight in weights)
         if self.can_sleep:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=as_sampled_with()))
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iterator))
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
@@ -229,45 +192,9 @@ class Engine:
     def close(self) -> None:
         """End the engine and, with it, the process group: the last thing that a rank does."""
         self.llm.llm_engine.engine_core.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def main() -> None:
-    """The mismatch meter: sample as set, score with the trainer's forward pass, compare."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    tiny = Path(__file__).parent / "tiny"
-    parser.add_argument("--model", default=str(tiny), help="a model folder or hub name")
-    parser.add_argument("--prompts", default=str(tiny / "heldout.jsonl"), help="field 'prompt'")
-    parser.add_argument("--rollout_quantization", default="none", choices=QUANTIZATIONS)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    args = parser.parse_args()
-    from transformers import AutoModelForCausalLM
-
-    init_distributed()
-    engine = Engine(args.model, 128, quantization=args.rollout_quantization)
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    engine.load_weights(policy.state_dict().items(), version="0")
-    problems = [json.loads(line)["prompt"] for line in open(args.prompts)][:256]
-    prompts = [
-        engine.tokenizer.apply_chat_template(
-            [{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False
-        )
-        for p in problems
-    ]
-    sampling = dict(temperature=args.temperature, top_p=args.top_p, max_tokens=64)
-    rollouts = engine.sample(prompts, 1, list(range(len(prompts))), **sampling)
-    with torch.no_grad():
-        parts = [rollouts.rows(list(range(i, i + 16))) for i in range(0, len(prompts), 16)]
-        log_ratio = [(response_logp(policy, b) - b.logp_behavior)[b.mask] for b in parts]
-    log_ratio = torch.cat(log_ratio).double()  # [M]
-    # Equation (2) in log space, as in loss.effective_sample_size.
-    ess = (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp() / len(log_ratio)
-    off = log_ratio.abs()
-    print(f"e_B {ess:.5f}  |log rho| mean {off.mean():.5f}, max {off.max():.3f}")
-    engine.close()
 
 
 if __name__ == "__main__":
+    from experiments.meter import main  # it needs loss.py and policy.py, which this file does not
+
     main()

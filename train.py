@@ -11,12 +11,10 @@ import inspect
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,52 +22,15 @@ if "--verbose" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import transformers
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import pad
 
 from config import Config, Refused, check_config, hyper_parameters, parse_config
 from eval import evaluate, load_model_files, load_prompts, noise_seeds
 from log import Log
 from loss import OBJECTIVES, batch_quantities, effective_sample_size, group_advantage
+from policy import Policy, build_policy, full_weights, load_checkpoint, save_checkpoint
 from reward import score, task_of
-from rollout import Engine, Rollouts, init_distributed, response_logp
-
-
-class Policy(torch.nn.Module):
-    """The language model as P3O needs it: tokens in, log pi_theta of the response tokens out.
-
-    A module, because FSDP gathers the weights of its root (embedding, head) for a forward only.
-    """
-
-    def __init__(self, model: torch.nn.Module, temperature: float) -> None:
-        super().__init__()
-        self.model, self.temperature = model, temperature
-
-    def forward(self, batch: Rollouts) -> torch.Tensor:
-        return response_logp(self.model, batch, self.temperature)  # [N, T]
-
-
-def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
-    """float32 master weights, computed with in cfg.dtype, sharded in a node, replicated across."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    auto = "bfloat16" if mesh.device_type == "cuda" else "float32"
-    dtype = getattr(torch, cfg.dtype.replace("auto", auto))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    policy = Policy(model, cfg.policy_temperature).to(mesh.device_type)
-    for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    return fully_shard(policy, mesh=mesh, mp_policy=precision).train()
-
-
-def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and weights as transformers and vLLM know them, gathered one by one: a collective."""
-    for name, weight in policy.model.state_dict().items():  # named_parameters() omits a tied head
-        yield name, weight.full_tensor()
+from rollout import Engine, Rollouts, init_distributed
 
 
 def problems_of_step(cfg: Config, step: int, count: int) -> list[int]:
@@ -199,37 +160,6 @@ def update(
     return history
 
 
-def save_checkpoint(cfg: Config, step: int, policy, optimizer, schedule, queue: deque) -> None:
-    """checkpoints/step-N, under another name until it is complete."""
-    unfinished = Path(cfg.out_dir, "checkpoints", "unfinished")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()
-    weights, moments = get_state_dict(policy, optimizer)
-    state = {"policy": weights, "optimizer": moments, "schedule": schedule.state_dict()}
-    state |= {"step": step, f"queue_{dist.get_rank()}": list(queue)}
-    dcp.save(state, checkpoint_id=unfinished)
-    if dist.get_rank() == 0:
-        unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
-
-
-def load_checkpoint(cfg: Config, policy, optimizer, schedule, queue: deque) -> int:
-    """Restore the newest complete checkpoint in place; returns the step to go on with."""
-    newest = max(Path(cfg.out_dir, "checkpoints").glob("step-*"), default=None)
-    if newest is None:
-        raise Refused(f"{cfg.out_dir} has no complete checkpoint: start anew, without --resume")
-    weights, moments = get_state_dict(policy, optimizer)
-    mine = f"queue_{dist.get_rank()}"
-    state = {"policy": weights, "optimizer": moments, "schedule": {}, "step": 0, mine: []}
-    dcp.load(state, checkpoint_id=newest)
-    set_state_dict(
-        policy, optimizer, model_state_dict=state["policy"], optim_state_dict=state["optimizer"]
-    )
-    schedule.load_state_dict(state["schedule"])
-    queue.extend(state[mine])
-    return state["step"]
-
-
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_config()
@@ -268,7 +198,6 @@ def main() -> None:
         dtype=cfg.rollout_dtype,
         kv_cache_gb=cfg.kv_cache_gb,
         max_num_seqs=cfg.max_num_seqs,
-        seed=cfg.seed + rank,
         can_sleep=True,
         verbose=cfg.verbose,
     )
@@ -281,7 +210,7 @@ def main() -> None:
     schedule = warm_up(optimizer, lambda n: min(1.0, (n + 1) / max(1, cfg.warmup_steps)))
     queue: deque[Rollouts] = deque()  # sampled and not yet used
     start = load_checkpoint(cfg, policy, optimizer, schedule, queue) if cfg.resume else -cfg.lag
-    log = Log(cfg.out_dir, cfg.group_size)
+    log = Log(cfg.out_dir, cfg.group_size, tokenizer)
     stop: list[int] = []  # signals: the step that they interrupt is finished and saved
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))

@@ -1,4 +1,7 @@
-"""Which loss.py the tests run on: the repository's, or the one given by --loss PATH."""
+"""Fixtures: the loss under test (--loss PATH, or the repository's), a real engine and its policy.
+
+The first vLLM engine in this process takes 10 s to build, each further one less than a second.
+"""
 
 import importlib.util
 import inspect
@@ -59,3 +62,48 @@ def pytest_configure(config):
 def loss(request):
     """The module under test."""
     return getattr(request.config, "loss_module", None) or load_module(LOSS)
+
+
+@pytest.fixture(scope="session")
+def group():
+    """This process as the only rank of a process group; engines need it, and end with it."""
+    from rollout import init_distributed
+
+    return init_distributed()
+
+
+@pytest.fixture(scope="session")
+def build_engine(group):
+    """rollout.Engine, on tiny by default; float32, so that engine and trainer agree to 1e-4."""
+    from rollout import Engine
+
+    engines = []  # an engine that is collected as garbage takes the process group with it
+
+    def build(model="tiny", **options):
+        engines.append(Engine(str(model), 128, **({"dtype": "float32"} | options)))
+        return engines[-1]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def engine(build_engine):
+    return build_engine()
+
+
+@pytest.fixture
+def policy(engine):
+    """A fresh copy of the tiny policy, in the engine too when the test starts."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained("tiny")
+    engine.load_weights(policy.state_dict().items(), version="0")
+    return policy
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """The held-out prompts of the embedded task, as token ids."""
+    from eval import load_model_files, load_prompts
+
+    return load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)[1]

@@ -13,8 +13,8 @@ DEFAULTS = {
     "dapo": {"eps_low": 0.2, "eps_high": 0.28},
     "gspo": {"eps_low": 3e-4, "eps_high": 4e-4},
     "cispo": {"eps_high": 4.0},
-    "decoupled": {"eps": 0.2, "cap": 5.0, "logp_prox": None},
-    "tis": {"cap": 2.0},
+    "decoupled": {"eps": 0.2, "c_w": 5.0, "logp_prox": None},
+    "tis": {"C": 2.0},
     "m2po": {"tau": 0.04},
 }
 
@@ -89,14 +89,14 @@ def oracle(name, logp, logp_behavior, advantage, mask, **hyper):
         elif name == "reinforce":
             value, derivative = -a * lp, -a
         elif name in ("cispo", "tis"):
-            weight = min(ratio, 1 + h["eps_high"] if name == "cispo" else h["cap"])
+            weight = min(ratio, 1 + h["eps_high"] if name == "cispo" else h["C"])
             value, derivative = -weight * a * lp, -weight * a
         elif name in ("grpo", "dapo"):
             low, high = (h["eps"],) * 2 if name == "grpo" else (h["eps_low"], h["eps_high"])
             value, derivative = (-v for v in clipped(ratio, a, low, high))
         elif name == "decoupled":
             prox = logp[i][t] if h["logp_prox"] is None else h["logp_prox"][i][t]
-            weight = min(math.exp(prox - logp_behavior[i][t]), h["cap"])
+            weight = min(math.exp(prox - logp_behavior[i][t]), h["c_w"])
             parts = clipped(math.exp(lp - prox), a, h["eps"], h["eps"])
             value, derivative = (-weight * v for v in parts)
         elif name == "m2po":

@@ -104,8 +104,8 @@ def test_loss_equals_the_oracle(loss, name, dtype):
         ("dapo", {"eps_low": 0.1, "eps_high": 0.5}),
         ("gspo", {"eps_low": 0.2, "eps_high": 0.3}),
         ("cispo", {"eps_high": 0.5}),
-        ("tis", {"cap": 1.0}),
-        ("decoupled", {"eps": 0.5, "cap": 1.2}),
+        ("tis", {"C": 1.0}),
+        ("decoupled", {"eps": 0.5, "c_w": 1.2}),
         ("decoupled", {"logp_prox": None}),
         ("m2po", {"tau": 0.3}),
         ("m2po", {"tau": 1e-9}),  # every token that moves away from pi_b is dropped

@@ -102,8 +102,8 @@ WRONG = {
     ),
     "cispo's eps_high is the cap": (
         ["test_a_high_ratio_token_weighs_what_the_table_says"],
-        "cap=1 + eps_high",
-        "cap=eps_high",
+        "C=1 + eps_high",
+        "C=eps_high",
     ),
     "m2po drops in every direction": (
         ["test_m2po_drops_by_hand"],

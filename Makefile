@@ -1,0 +1,39 @@
+# make train       set up .venv (once), train the embedded default: 5 minutes on two cores
+# make test        set up .venv (once), run the tests that take seconds each
+# make test-all    all tests, those of minutes included
+# make bench       the benchmark of experiments/bench.py
+# make lint        ruff
+
+PYTHON ?= python3
+REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
+BIN := .venv/bin
+
+.PHONY: train test test-all bench lint
+train: .venv/installed
+	$(BIN)/torchrun --standalone train.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest -q
+
+bench: .venv/installed
+	$(BIN)/python experiments/bench.py
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+# The CPU build of torch is not in every registry under its name: uv knows where its makers keep it.
+.venv/installed: $(REQUIREMENTS)
+	$(PYTHON) -m venv .venv
+ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	$(BIN)/pip install -q torch==2.13.0+cpu || { $(BIN)/pip install -q uv && \
+	    $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==2.13.0; }
+	$(BIN)/pip install -q -r requirements-cpu.txt
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+else
+	$(BIN)/pip install -q -r requirements.txt
+endif
+	touch $@

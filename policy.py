@@ -1,0 +1,99 @@
+"""The policy: the trainer's side of the ratio (1), its shards, and its checkpoints."""
+
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from config import Config, Refused
+from rollout import Rollouts
+
+
+class Policy(torch.nn.Module):
+    """A causal language model of transformers with a linear head (Llama, Qwen, ...).
+
+    A module, because FSDP gathers the weights of its root (embedding, head) for a forward only.
+    """
+
+    def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, batch: Rollouts, chunk: int = 1024) -> torch.Tensor:
+        """log pi_theta of the response tokens, [N, T] float32, nats; 0 where the mask is False.
+
+        Right padding needs no attention mask: no token sees a later one. The head is applied in
+        float32, to response positions alone, `chunk` of them at a time, and once more in the
+        backward pass: no [tokens, vocabulary] tensor is ever kept.
+        """
+        hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False)[0]  # [N, L, D]
+        row, t = batch.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
+        position = batch.prompt_length[row] + t  # [M]; predicted one position earlier
+        hidden, target = hidden[row, position - 1], batch.tokens[row, position]  # [M, D], [M]
+        head = self.model.get_output_embeddings().weight  # [V, D]
+        chunks = zip(hidden.split(chunk), target.split(chunk), strict=True)
+        logp = [checkpoint(self.logp, h, head, y, use_reentrant=False) for h, y in chunks]
+        return torch.zeros_like(batch.logp_behavior).masked_scatter(batch.mask, torch.cat(logp))
+
+    def logp(self, hidden: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = hidden.float() @ head.float().T / self.temperature  # [chunk, V]
+        return -torch.nn.functional.cross_entropy(logits, target, reduction="none")  # [chunk]
+
+
+def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
+    """float32 master weights, computed with in cfg.dtype, sharded in a node, replicated across."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    auto = "bfloat16" if mesh.device_type == "cuda" else "float32"
+    dtype = getattr(torch, cfg.dtype.replace("auto", auto))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = Policy(model, cfg.policy_temperature).to(mesh.device_type)
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    return fully_shard(policy, mesh=mesh, mp_policy=precision).train()
+
+
+def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and weights as transformers and vLLM know them, gathered one by one: a collective."""
+    for name, weight in policy.model.state_dict().items():  # named_parameters() omits a tied head
+        yield name, weight.full_tensor()
+
+
+def save_checkpoint(cfg: Config, step: int, policy, optimizer, schedule, queue: deque) -> None:
+    """checkpoints/step-N, under another name until it is complete."""
+    unfinished = Path(cfg.out_dir, "checkpoints", "unfinished")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()
+    weights, moments = get_state_dict(policy, optimizer)
+    state = {"policy": weights, "optimizer": moments, "schedule": schedule.state_dict()}
+    state |= {"step": step, f"queue_{dist.get_rank()}": list(queue)}
+    dcp.save(state, checkpoint_id=unfinished)
+    if dist.get_rank() == 0:
+        unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
+
+
+def load_checkpoint(cfg: Config, policy, optimizer, schedule, queue: deque) -> int:
+    """Restore the newest complete checkpoint in place; returns the step to go on with."""
+    newest = max(Path(cfg.out_dir, "checkpoints").glob("step-*"), default=None)
+    if newest is None:
+        raise Refused(f"{cfg.out_dir} has no complete checkpoint: start anew, without --resume")
+    weights, moments = get_state_dict(policy, optimizer)
+    mine = f"queue_{dist.get_rank()}"
+    state = {"policy": weights, "optimizer": moments, "schedule": {}, "step": 0, mine: []}
+    dcp.load(state, checkpoint_id=newest)
+    set_state_dict(
+        policy, optimizer, model_state_dict=state["policy"], optim_state_dict=state["optimizer"]
+    )
+    schedule.load_state_dict(state["schedule"])
+    queue.extend(state[mine])
+    return state["step"]

@@ -1,0 +1,47 @@
+"""torchrun tests/gradient_on_ranks.py FOLDER: the trainer's gradients on one batch.
+
+FOLDER has model/ and rollouts.pt, the whole batch; each rank takes its groups of 4 as the trainer
+deals them. Rank 0 writes gradients-N.pt for N ranks: {(objective, micro_batch_tokens): (gradient
+of each weight, statistics)}. test_train.py compares them.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from config import Config
+from loss import OBJECTIVES
+from policy import build_policy
+from rollout import init_distributed
+from train import accumulate_gradient
+
+GROUP = 4
+WHOLE = 10**6  # tokens: one micro-batch
+CASES = [(objective, tokens) for objective in OBJECTIVES for tokens in (300, WHOLE)]
+CASES += [("p3o", 1)]  # a row a micro-batch
+
+
+def main(folder: str) -> None:
+    mesh = init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rollouts = torch.load(f"{folder}/rollouts.pt", weights_only=False)
+    rows = [i for i in range(len(rollouts.text)) if i // GROUP % world == rank]
+    found = {}
+    policy = build_policy(Config(model=f"{folder}/model"), mesh)
+    for objective, tokens in CASES:
+        mine = rollouts.rows(rows)
+        mine.logp_prox = mine.logp_prox if objective == "decoupled" else None
+        cfg = Config(objective=objective, micro_batch_tokens=tokens)
+        stats = accumulate_gradient(policy, mine, list(range(len(rows))), cfg)
+        weights = policy.model.named_parameters()
+        gradient = {name: weight.grad.full_tensor().clone() for name, weight in weights}
+        found[objective, tokens] = gradient, stats
+        policy.zero_grad()
+    if rank == 0:
+        torch.save(found, f"{folder}/gradients-{world}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,314 @@
+"""The trainer on real parts: the batch-wide gradient through FSDP2, short runs under torchrun, what
+a run leaves behind, and what it says of bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gradient_on_ranks import CASES, GROUP, WHOLE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from config import Config, Refused, check_config, parse_config
+from eval import noise_seeds
+from loss import OBJECTIVES
+from policy import Policy
+from train import check_on_policy, problems_of_step
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def torchrun(ranks, script, *arguments):
+    """Run a script of this repository on so many ranks, to its end; returns what it printed."""
+    command = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", ROOT / script, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(out_dir):
+    return [json.loads(line) for line in open(Path(out_dir, "metrics.jsonl"))]
+
+
+# The gradient
+
+
+@pytest.fixture(scope="module")
+def gradients(engine, prompts, tmp_path_factory):
+    """Gradients by {ranks: {(objective, micro-batch tokens): (gradient, statistics)}}, and by plain
+    autograd on the whole batch, of a policy that has moved away from the one that sampled."""
+    folder = tmp_path_factory.mktemp("gradients")
+    model = AutoModelForCausalLM.from_pretrained("tiny")
+    engine.load_weights(model.state_dict().items(), version="0")
+    rollouts = engine.sample(prompts[:8], GROUP, [GROUP * i for i in range(8)], max_tokens=64)
+    generator = torch.Generator().manual_seed(0)
+    rollouts.advantage = torch.randn(len(rollouts.text), generator=generator)
+    noise = 0.1 * torch.randn(rollouts.mask.shape, generator=generator)
+    rollouts.logp_prox = (rollouts.logp_behavior + noise) * rollouts.mask
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.03 * torch.randn(p.shape, generator=generator))
+    torch.save(rollouts, folder / "rollouts.pt")
+    model.save_pretrained(folder / "model")
+    plain = {}
+    for name, objective in OBJECTIVES.items():
+        prox = {"logp_prox": rollouts.logp_prox} if name == "decoupled" else {}
+        batch = rollouts.logp_behavior, rollouts.advantage, rollouts.mask
+        loss, _ = objective(Policy(model)(rollouts), *batch, **prox)
+        model.zero_grad()
+        loss.backward()
+        plain[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
+    found = {}
+    for ranks in 1, 2, 4:
+        torchrun(ranks, "tests/gradient_on_ranks.py", str(folder))
+        found[ranks] = torch.load(folder / f"gradients-{ranks}.pt", weights_only=False)
+    return plain, found
+
+
+def relative_error(found, expected):
+    """|found - expected| / |expected| of all weights as one vector."""
+    distance = sum(((found[n] - expected[n]) ** 2).sum() for n in expected).sqrt()
+    return (distance / sum((e**2).sum() for e in expected.values()).sqrt()).item()
+
+
+@pytest.mark.parametrize("objective, tokens", CASES)
+def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_2_and_4_ranks(
+    objective, tokens, gradients
+):
+    plain, found = gradients
+    for ranks in 1, 2, 4:
+        assert relative_error(found[ranks][objective, tokens][0], plain[objective]) < 1e-4, ranks
+
+
+def test_the_logged_statistics_are_those_of_the_whole_batch_too(gradients):
+    _, found = gradients
+    expected = found[1]["p3o", WHOLE][1]
+    assert 0.1 < expected["ess"] < 0.95 and expected["capped"] > 0.05  # a stale batch
+    for ranks in 1, 2, 4:
+        for tokens in 1, 300, WHOLE:
+            assert found[ranks]["p3o", tokens][1] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_gradients_of_the_objectives_differ_by_far_more_than_that(gradients):
+    plain, _ = gradients
+    for name in set(OBJECTIVES) - {"p3o"}:
+        assert relative_error(plain[name], plain["p3o"]) > 0.1
+
+
+# The order of problems and noise
+
+
+def test_an_epoch_has_every_problem_once_and_the_next_one_another_order():
+    cfg = Config(prompts_per_step=3, seed=5)
+    order = [i for step in range(8) for i in problems_of_step(cfg, step, 12)]
+    assert sorted(order[:12]) == sorted(order[12:]) == list(range(12))
+    assert order[:12] != order[12:]
+    assert problems_of_step(cfg, 5, 12) == order[15:18]  # needs no history: a run can resume
+
+
+def test_noise_seeds_never_repeat_in_a_run_and_differ_between_runs():
+    def used(seed):  # 50 steps of 32 prompts; 8 responses take s, ..., s + 7
+        steps = [noise_seeds(seed, step * 32, 32, 8) for step in range(50)]
+        return {s + j for seeds in steps for s in seeds for j in range(8)}
+
+    runs = [used(seed) for seed in range(5)]
+    assert all(len(run) == 50 * 32 * 8 for run in runs)
+    assert len(set.union(*runs)) == 5 * 50 * 32 * 8
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """15 steps of the default with twice its learning rate: (out_dir, what was printed)."""
+    out = tmp_path_factory.mktemp("runs") / "short"
+    return out, torchrun(
+        1, "train.py", "--steps=15", "--learning_rate=4e-4", "--eval_every=0", f"--out_dir={out}"
+    )
+
+
+def test_a_short_run_raises_held_out_accuracy(run):
+    rows = metrics(run[0])
+    before, after = rows[0]["heldout_pass@1"], rows[-1]["heldout_pass@1"]
+    # Standard error of each on 512 problems: sqrt(0.25 / 512) = 0.022.
+    assert 0.45 < before < 0.65
+    assert after > before + 0.1
+
+
+def test_every_step_logs_what_a_reader_of_the_run_needs(run):
+    rows = metrics(run[0])[1:]
+    assert [row["step"] for row in rows] == list(range(1, 16))
+    assert [row["weight_version"] for row in rows] == [str(step) for step in range(15)]
+    names = """reward groups_with_signal response_tokens truncated entropy loss kl capped ratio
+        ess ess_min ratio_q1 ratio_q50 ratio_q99 mismatch_mean mismatch_max grad_norm learning_rate
+        rollout_seconds reward_seconds update_seconds sync_seconds tokens_per_second
+        peak_memory_gb"""
+    for row in rows:
+        assert all(isinstance(row[name], float) for name in names.split())
+        assert 0.99 < row["ess"] <= 1 and abs(row["ratio"] - 1) < 0.01  # fresh batches
+        assert 0 < row["mismatch_mean"] < 0.01 < 20 < row["response_tokens"] < 60
+
+
+def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run):
+    lines = [line for line in run[1].splitlines() if line.strip()]
+    assert sum(line.startswith("step") for line in lines) == 16
+    assert len(lines) == 16 + 7, run[1]
+    assert "before" in run[1] and "seconds in rollout" in run[1]
+
+
+def test_a_run_leaves_the_files_that_it_promises(run):
+    out = run[0]
+    config = json.loads((out / "config.json").read_text())
+    assert config["steps"] == 15 and config["objective"] == "p3o" and config["seed"] == 0
+    sample = json.loads(open(out / "samples.jsonl").readline())
+    assert set(sample) == {"step", "reward", "prompt", "response"}
+    assert (out / "curves.png").stat().st_size > 10_000
+
+
+def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(run, build_engine, prompts):
+    folder = run[0] / "model"
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    engine = build_engine(folder)
+    by_vllm = engine.sample(prompts[:8], 1, [0] * 8, temperature=0, max_tokens=64).text
+    for prompt, text in zip(prompts[:8], by_vllm, strict=True):
+        ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64)[0]
+        assert tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True) == text
+
+
+def test_two_ranks_do_what_one_rank_does(run, tmp_path):
+    # The bf16 engine rounds differently in batches of another size, which flips single tokens.
+    arguments = "--steps=2 --eval_every=0 --rollout_dtype=float32 --eval_problems=64".split()
+    for ranks in 1, 2:
+        torchrun(ranks, "train.py", *arguments, f"--out_dir={tmp_path / str(ranks)}")
+    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
+    assert one[0]["heldout_pass@1"] == two[0]["heldout_pass@1"]
+    for a, b in zip(one[1:], two[1:], strict=True):
+        for name in "reward", "response_tokens", "groups_with_signal":
+            assert a[name] == pytest.approx(b[name], rel=1e-6)
+        for name in "ess", "grad_norm", "entropy":
+            assert a[name] == pytest.approx(b[name], rel=1e-3)
+
+
+def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(tmp_path):
+    out = tmp_path / "run"
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / "train.py"]
+    process = subprocess.Popen(
+        [*command, f"--out_dir={out}", "--eval_problems=64"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.startswith("step    2"):
+            os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: to launcher and ranks
+            break
+    printed += process.stdout.readlines()
+    assert process.wait() != 0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    text = "".join(printed)
+    assert "stopped by signal 2 after step" in text and "--resume" in text
+    assert len(printed) < 50, text  # torchrun's own traceback of the signal is half of them
+    done = [row["step"] for row in metrics(out)]
+    assert done == list(range(len(done))) and len(done) >= 3
+    assert (out / "checkpoints" / f"step-{done[-1]:06d}" / ".metadata").exists()
+
+
+# What the user can get wrong
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ("--objective=ppo", "invalid choice: 'ppo'"),
+        ("--objective=grpo --objective_args epsilon=0.4", "grpo takes eps=0.2"),
+        ("--objective_args eps=0.4", "p3o takes kl_estimator=k3"),
+        ("--objective=grpo --objective_args eps=wide", "grpo takes eps=0.2"),
+        ("--task=sums", "unknown task 'sums'"),
+        ("--model=missing", "no model at 'missing'"),
+        ("--group_size=1", "group_size is 1"),
+        ("--steps=0", "steps is 0"),
+        ("--learning_rate=fast", "invalid float value: 'fast'"),
+        ("--lerning_rate=1e-4", "unrecognized arguments: --lerning_rate"),
+        ("--temperature=3", "temperature of at most 2"),
+        ("--minibatches=64", "give each rank and minibatch one"),
+        ("--max_response_tokens=128", "have over 0 tokens"),
+        ("--max_prompt_tokens=5", "4096 of 4096 train prompts of tiny have over 5 tokens"),
+        ("--config=missing.yaml", "missing.yaml"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_the_engine_is_built(arguments, sentence, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments.split()])
+    monkeypatch.setattr(train, "init_distributed", lambda: pytest.fail("too late"))
+    with pytest.raises(Refused) as refused:
+        train.main()
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "lines, sentence",
+    [
+        ("", "0 problems"),
+        ('{"prompt": "1+1", "answer": "2"}\n{"prompt": 1+1}\n', "line 2"),
+        ('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+2"}\n', "line 2"),
+    ],
+)
+def test_a_bad_task_file_is_named_with_its_line(lines, sentence, tmp_path, monkeypatch):
+    (tmp_path / "task.jsonl").write_text(lines)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--task={tmp_path / 'task.jsonl'}"])
+    with pytest.raises(Refused, match=sentence):
+        train.main()
+
+
+def test_the_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refused, match="holds another run"):
+        check_config(Config(out_dir=str(tmp_path)))
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_a_refused_run_exits_with_one_line_and_status_1():
+    command = [sys.executable, ROOT / "train.py", "--objective=grpo", "--objective_args", "eps=x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("train.py: ")
+
+
+def test_flags_override_the_recipe_and_a_recipe_has_only_fields_of_config(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("objective: grpo\nobjective_args: [eps=0.4]\nsteps: 7\nlearning_rate: 1e-5\n")
+    cfg = parse_config([f"--config={recipe}", "--steps=9"])
+    assert (cfg.objective, cfg.objective_args, cfg.steps) == ("grpo", ["eps=0.4"], 9)
+    assert cfg.learning_rate == 1e-5  # which YAML itself reads as a string
+    recipe.write_text("clip_range: 0.2\n")
+    with pytest.raises(Refused, match="clip_range"):
+        parse_config([f"--config={recipe}"])
+    recipe.write_text("objective: ppo\n")
+    with pytest.raises(Refused, match="unknown objective 'ppo'"):
+        check_config(parse_config([f"--config={recipe}"]))
+
+
+def test_the_on_policy_check_stops_a_batch_that_is_not_and_says_where_to_look():
+    fresh = {"ess": 0.99, "ratio": 1.01, "mismatch_mean": 0.01}
+    check_on_policy(Config(), fresh)
+    for stale in {"ess": 0.85}, {"ratio": 1.2}, {"ratio": 0.02}:
+        with pytest.raises(Refused, match="weight sync"):
+            check_on_policy(Config(), fresh | stale)
+        for planned in {"temperature": 1.2}, {"top_p": 0.9}, {"top_k": 5}, {"lag": 1}:
+            check_on_policy(Config(**planned), fresh | stale)
