@@ -1,5 +1,6 @@
 """What counts as correct, what is refused, and what hostile model output costs."""
 
+import functools
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 import reward
-from reward import FLOOR, LIMIT, TASKS, encode_prompt, last_boxed, load_task, score, task_of
+from judge import FLOOR, LIMIT
+from reward import TASKS, encode_prompt, last_boxed, load_task, score, task_of
 
 HERE = Path(__file__).resolve().parent
+START = 3.0  # seconds that judge.py may take to start, on a busy machine
 RIGHT, WRONG = True, False
 
 # gold, final answer (boxed below), verdict; score's docstring has the decisions to be lenient.
@@ -180,6 +183,7 @@ HOSTILE = {
     "nested parentheses": "\\boxed{" + "(" * 140 + "6" + ")" * 140 + "}",
     "a megabyte of open braces": "\\boxed{" + "{" * 1_000_000,
     "a megabyte of balanced braces": "\\boxed{" + "{" * 500_000 + "}" * 500_000 + "}",
+    **{f"tower {n}": f"\\boxed{{9^{{8^{{{n}}}}}}}" for n in (100, 101, 102)},
     "many boxes": "\\boxed{" * 100_000 + "}" * 100_000,
     "many escapes": "\\" * 1_000_000,
     "NUL bytes": "\\boxed{5\0}\0\0",
@@ -189,22 +193,33 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def verdicts():
+    """One batch of all that math judges here: a process for each would take minutes."""
+    asked = [(gold, f"So it is \\boxed{{{answer}}}.") for gold, answer, _ in MATH]
+    asked += [("5", completion) for completion, _ in PLACES]
+    return dict(zip(asked, score([c for _, c in asked], [g for g, _ in asked]), strict=True))
+
+
 @pytest.mark.parametrize("gold, answer, expected", MATH)
-def test_math_verdict(gold, answer, expected):
-    assert score([f"So it is \\boxed{{{answer}}}."], [gold]) == [float(expected)]
+def test_math_verdict(gold, answer, expected, verdicts):
+    assert verdicts[gold, f"So it is \\boxed{{{answer}}}."] == float(expected)
 
 
-def test_a_batch_has_the_verdicts_of_its_completions_one_by_one():
-    completions = [f"\\boxed{{{answer}}}" for _, answer, _ in MATH]
+def test_a_verdict_does_not_depend_on_the_rest_of_the_batch(verdicts):
     assert len(MATH) >= 60
-    expected = [float(verdict) for *_, verdict in MATH]
-    assert score(completions, [gold for gold, *_ in MATH]) == expected
-    assert score(completions[::-1] * 2, [gold for gold, *_ in MATH][::-1] * 2) == expected[::-1] * 2
+    completions = [completion for _, completion in verdicts][::-1]
+    golds = [gold for gold, _ in verdicts][::-1]
+    assert score(completions * 2, golds * 2) == list(verdicts.values())[::-1] * 2
+    for i in range(20, len(golds), 80):  # alone
+        assert score(completions[i : i + 1], golds[i : i + 1]) == [
+            verdicts[golds[i], completions[i]]
+        ]
 
 
 @pytest.mark.parametrize("completion, expected", PLACES)
-def test_the_answer_is_the_last_complete_box(completion, expected):
-    assert score([completion], ["5"]) == [float(expected)]
+def test_the_answer_is_the_last_complete_box(completion, expected, verdicts):
+    assert verdicts["5", completion] == float(expected)
 
 
 @pytest.mark.parametrize("gold, completion, expected", GSM8K)
@@ -232,17 +247,24 @@ def test_an_unknown_verifier_is_named_with_the_known_ones():
 # --- hostile output
 
 
+@pytest.fixture(scope="module")
+def hostile_rewards(tmp_path_factory):
+    """{name: rewards of a right completion, the hostile one, a wrong one}; all in one batch."""
+    folder = tmp_path_factory.mktemp("hostile")
+    batch = [(r"\boxed{\frac{10}{2}}", text, r"\boxed{6}") for text in HOSTILE.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        start = time.monotonic()
+        rewards = score([text for three in batch for text in three], ["5"] * 3 * len(batch))
+        seconds = time.monotonic() - start
+    assert seconds < START + 2 * LIMIT + len(HOSTILE) * FLOOR  # the documented bound
+    assert list(folder.iterdir()) == []
+    return {name: rewards[3 * i : 3 * i + 3] for i, name in enumerate(HOSTILE)}
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_completion_gets_0_within_the_limit_and_the_others_their_reward(
-    name, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    score([], [])  # the worker is there
-    start = time.monotonic()
-    rewards = score([r"\boxed{5}", HOSTILE[name], r"\boxed{\frac{10}{2}}", r"\boxed{6}"], ["5"] * 4)
-    assert rewards == [1.0, 0.0, 1.0, 0.0]
-    assert time.monotonic() - start < LIMIT + 0.6  # the rest: cold caches on a busy machine
-    assert list(tmp_path.iterdir()) == []
+def test_a_hostile_completion_gets_0_and_the_others_their_reward(name, hostile_rewards):
+    assert hostile_rewards[name] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("verifier", ["exact", "gsm8k"])
@@ -252,19 +274,11 @@ def test_the_other_verifiers_do_not_mind_hostile_completions(verifier):
     assert time.monotonic() - start < 1
 
 
-def test_a_batch_of_hostile_completions_is_delayed_by_the_documented_bound():
-    """k endless answers: less than 2 * LIMIT + k * FLOOR, and the one behind them is right."""
-    k = 20
-    batch = [f"\\boxed{{9^{{8^{{{n}}}}}}}" for n in range(100, 100 + k)] + [r"\boxed{\frac{10}{2}}"]
+def test_a_hostile_answer_costs_no_more_than_the_limit_however_often_a_batch_has_it():
+    batch = [r"\boxed{5}", *[HOSTILE["power tower"]] * 100, r"\boxed{\frac{10}{2}}"]
     start = time.monotonic()
-    assert score(batch, ["5"] * (k + 1)) == [0.0] * k + [1.0]
-    assert time.monotonic() - start < 2 * LIMIT + k * FLOOR + 1
-
-
-def test_the_same_hostile_answer_costs_its_time_once_a_batch():
-    start = time.monotonic()
-    assert score([HOSTILE["power tower"]] * 100, ["5"] * 100) == [0.0] * 100
-    assert time.monotonic() - start < LIMIT + 0.5
+    assert score(batch, ["5"] * 102) == [1.0] + [0.0] * 100 + [1.0]
+    assert time.monotonic() - start < START + LIMIT
 
 
 def test_a_memory_bomb_gets_0():
@@ -272,35 +286,81 @@ def test_a_memory_bomb_gets_0():
     assert score([bomb, r"\boxed{5}"], ["5", "5"]) == [0.0, 1.0]
 
 
-# --- the worker
+# --- the process
 
 
-def test_the_worker_survives_hostile_completions_and_is_replaced_when_it_is_killed():
-    score([r"\boxed{5}"], ["5"])
-    first = reward.worker.pid
+def processes():
+    """{id: (parent, session)} of all processes, as /proc has them, but for zombies."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if state != "Z":
+            found[int(stat.parent.name)] = int(parent), int(session)
+    return found
+
+
+def judge_of(trainer):
+    """The id of the judge.py that process `trainer` runs, also its session's: waits for it."""
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        for process, (parent, session) in processes().items():
+            if parent == trainer and process == session:
+                return process
+        time.sleep(0.02)
+    raise AssertionError("no judge")
+
+
+def alive(session):
+    """The processes of that session: a judge and its children."""
+    return [process for process, (_, its) in processes().items() if its == session]
+
+
+def assert_gone(session):
+    end = time.monotonic() + START + LIMIT
+    while alive(session) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert alive(session) == []
+
+
+def test_a_judge_killed_in_the_middle_of_a_batch_costs_no_reward():
+    killed = []
+
+    def kill():
+        killed.append(judge_of(os.getpid()))
+        time.sleep(1.0)
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
     assert score([HOSTILE["power tower"], r"\boxed{5}"], ["5", "5"]) == [0.0, 1.0]
-    assert reward.worker.pid == first
-    os.kill(first, signal.SIGKILL)
-    assert score([r"\boxed{5}"], ["5"]) == [1.0]
-    assert reward.worker.pid != first
+    thread.join()
+    assert_gone(killed[0])
 
 
-def test_a_worker_killed_in_the_middle_of_a_batch_costs_no_reward():
-    score([], [])
-    threading.Timer(0.3, reward.worker.kill).start()
-    assert score([HOSTILE["power tower"], r"\boxed{5}"], ["5", "5"]) == [0.0, 1.0]
+def test_a_judge_that_cannot_run_is_an_error_not_a_reward_of_0(tmp_path, monkeypatch, capfd):
+    (tmp_path / "judge.py").write_text("import nothing_of_that_name")
+    monkeypatch.setattr(reward, "HERE", tmp_path)
+    with pytest.raises(RuntimeError, match=r"judge\.py dies, code 1"):
+        score([r"\boxed{5}"], ["5"])
+    assert "nothing_of_that_name" in capfd.readouterr().err
 
 
-def test_an_interrupted_call_does_not_leave_its_rewards_to_the_next_one():
-    score([], [])
+def test_an_interrupted_call_ends_its_judge():
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    session = []
+    thread = threading.Thread(target=lambda: session.append(judge_of(os.getpid())))
+    thread.start()
+    signal.setitimer(signal.ITIMER_REAL, 1.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            score([HOSTILE["power tower"]], ["5"])
+            score([HOSTILE["power tower"], HOSTILE["factorial"]], ["5"] * 2)
     finally:
         signal.signal(signal.SIGALRM, old)
-    assert score([r"\boxed{5}"], ["5"]) == [1.0]
+    thread.join()
+    assert_gone(session[0])
 
 
 def test_threads_may_score_at_once():
@@ -309,46 +369,27 @@ def test_threads_may_score_at_once():
     def run(n):
         rewards[n] = score([f"\\boxed{{{n}}}", r"\boxed{-1}"], [str(n)] * 2)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert rewards == {n: [1.0, 0.0] for n in range(8)}
+    assert rewards == {n: [1.0, 0.0] for n in range(2)}
 
 
-def alive(group):
-    """Processes of that session, as /proc has them: the worker and its judges."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(session) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_no_process_is_left_when_the_trainer_is_killed(busy):
-    tower = r"\boxed{98^{97^{96}}}" if busy else r"\boxed{5}"
-    code = (
-        "import reward, time; reward.score([], []); print(reward.worker.pid, flush=True);"
-        f"reward.score([{tower!r}], ['5']); time.sleep(60)"
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=HERE.parent, stdout=subprocess.PIPE
-    )
-    group = int(trainer.stdout.readline())
-    time.sleep(0.3)
-    assert alive(group)
+@pytest.mark.parametrize("after", [0.0, 1.2])
+def test_no_process_is_left_when_the_trainer_is_killed(after, tmp_path):
+    code = f"import reward; reward.score([{HOSTILE['power tower']!r}], ['5'])"
+    with (tmp_path / "err").open("w") as err:
+        trainer = subprocess.Popen([sys.executable, "-c", code], cwd=HERE.parent, stderr=err)
+    session = judge_of(trainer.pid)
+    time.sleep(after)
+    assert alive(session)
     trainer.kill()
     trainer.wait()
-    end = time.monotonic() + LIMIT + 1
-    while alive(group) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert alive(group) == []
+    assert_gone(session)
+    if after:  # if not, it may have received half a request
+        assert (tmp_path / "err").read_text() == ""
 
 
 def test_importing_and_scoring_load_neither_torch_nor_math_verify():
@@ -362,12 +403,23 @@ def test_importing_and_scoring_load_neither_torch_nor_math_verify():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_the_demonstration_runs_and_its_last_line_is_the_hostile_one():
+def test_the_demonstration_runs_and_shows_a_hostile_completion_get_0():
     done = subprocess.run(
         [sys.executable, "reward.py"], cwd=HERE.parent, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.splitlines()[-1].split()[-2:] == ["0.0", r"\boxed{98^{97^{96}}}"]
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("math:  [1.0, 0.0, 0.0]") and "98^{97^{96}}" in last
+
+
+def test_the_judge_is_a_program_of_its_own():
+    done = subprocess.run(
+        [sys.executable, HERE.parent / "judge.py"],
+        input=json.dumps([[r"\frac{1}{2}", "0.5"], ["5", "6"]]),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 0]\n", "")
 
 
 # --- tasks: tests/data has a folder of each hub id, with problems of our own in its columns
@@ -383,12 +435,12 @@ def hub(monkeypatch, tmp_path):
     datasets.disable_progress_bars()
 
 
+loaded = functools.cache(load_task)  # which scores each gold answer, as its own completion
 LOADED = [
     ("gsm8k", "train", 2, "How many lemons", "84"),
     ("gsm8k", "heldout", 1, "A diver", "-3"),
     ("math", "train", 7, "$3x=12$", "4"),
     ("math", "heldout", 2, "polar form", r"\left( 5, \frac{\pi}{2} \right)"),
-    ("math500", "heldout", 2, "polar form", r"\left( 5, \frac{\pi}{2} \right)"),
     ("deepscaler", "train", 2, "divisors", "8"),
     ("deepscaler", "heldout", 1, "remainder", "035"),
     ("aime2024", "heldout", 1, "remainder", "035"),
@@ -401,14 +453,9 @@ LOADED = [
 
 @pytest.mark.parametrize("name, split, count, words, answer", LOADED)
 def test_a_dataset_loads_from_its_own_columns(hub, name, split, count, words, answer):
-    problems = load_task(name, split)
+    problems = loaded(name, split)
     assert [set(problem) for problem in problems] == [{"prompt", "answer"}] * count
     assert words in problems[0]["prompt"] and problems[0]["answer"] == answer
-    golds = [problem["answer"] for problem in problems]
-    assert (
-        score([f"\\boxed{{{gold}}}" for gold in golds], golds, task_of(name).verifier)
-        == [1.0] * count
-    )
 
 
 def test_every_split_of_every_task_is_tested():
@@ -421,12 +468,12 @@ def test_every_split_of_every_task_is_tested():
     assert splits - {("tiny", "train"), ("tiny", "heldout")} == {row[:2] for row in LOADED}
 
 
-def test_the_gold_answer_of_gsm8k_has_no_commas(hub):
-    assert [problem["answer"] for problem in load_task("gsm8k", "train")] == ["84", "3600"]
+def test_the_gold_answer_of_gsm8k_follows_its_mark(hub):
+    assert [problem["answer"] for problem in loaded("gsm8k", "train")] == ["84", "3,600"]
 
 
-def test_the_gold_answer_of_math_is_the_last_box_of_each_subject(hub):
-    answers = [problem["answer"] for problem in load_task("math", "train")]
+def test_the_gold_answer_of_math_is_the_last_box_of_the_solution(hub):
+    answers = [problem["answer"] for problem in loaded("math", "train")]
     assert answers[:4] == ["4", r"\frac{1}{3}", r"\sqrt{2}", r"(-\infty,-2)\cup(2,\infty)"]
     assert answers[4:] == ["61_8", "6", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}"]
 
@@ -437,7 +484,7 @@ def test_a_hub_row_whose_answer_cannot_be_read_is_left_out_and_named(hub, capsys
 
 
 def test_amo_bench_leaves_out_the_answers_that_need_a_reader(hub):
-    assert not any("Describe" in problem["prompt"] for problem in load_task("amo-bench", "heldout"))
+    assert not any("Describe" in problem["prompt"] for problem in loaded("amo-bench", "heldout"))
 
 
 def test_any_hub_name_has_a_train_and_a_test_split(hub, monkeypatch, tmp_path):
@@ -463,6 +510,7 @@ def test_a_file_is_both_splits_and_a_folder_has_two(tmp_path):
     row = {"prompt": "1+1", "answer": 2}
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({**row, "prompt": name}) + "\n")
+    (tmp_path / "task.json").write_text('{"verifier": "gsm8k"}')
     file = tmp_path / "train.jsonl"
     assert (
         load_task(str(file), "train")
@@ -472,6 +520,24 @@ def test_a_file_is_both_splits_and_a_folder_has_two(tmp_path):
     assert load_task(str(tmp_path), "heldout") == [{"prompt": "heldout", "answer": "2"}]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_task_json_says_how_the_jsonl_beside_it_is_verified(tmp_path, whole):
+    path = str(tmp_path if whole else tmp_path / "train.jsonl")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "bc", "answer": "=x;"}\n')
+    assert task_of(path) == reward.Task(*task_of(path)[:2])  # without one
+    (tmp_path / "task.json").write_text('{"verifier": "exact", "instruction": null}')
+    assert task_of(path)[2:] == ("exact", None)
+    assert load_task(path, "train") == [{"prompt": "bc", "answer": "=x;"}]
+    (tmp_path / "task.json").write_text('{"verifier": "exakt"}')
+    with pytest.raises(ValueError, match="unknown verifier 'exakt'"):
+        load_task(path, "train")
+    for text in ('{"verifer": "exact"}', '{"verifier": ', "[1]", "7"):
+        (tmp_path / "task.json").write_text(text)
+        with pytest.raises(ValueError, match=r"task\.json: not a task's verifier") as caught:
+            task_of(path)
+        assert "\n" not in str(caught.value)
+
+
 BAD_FILES = [
     ("", r"t\.jsonl: 0 problems"),
     ('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+', r"t\.jsonl, line 2: not a JSON object"),
@@ -479,14 +545,14 @@ BAD_FILES = [
     ('["1+1", "2"]\n', r"t\.jsonl, line 1: not a JSON object"),
     ("7\n", r"t\.jsonl, line 1: not a JSON object"),
     ("\xff\n", r"t\.jsonl, line 1: not a JSON object"),
-    ('{"prompt": "1+1"}\n', r"t\.jsonl, line 1.*answer or solution"),
-    ('{"answer": "2"}\n', r"t\.jsonl, line 1.*prompt, problem or question"),
-    ('{"prompt": [{"role": "user"}], "answer": "2"}\n', r"t\.jsonl, line 1.*prompt, problem"),
-    ('{"prompt": "", "answer": "2"}\n', r"t\.jsonl, line 1.*prompt, problem or question"),
-    ('{"prompt": "1+1", "answer": ""}\n', r"t\.jsonl, line 1.*answer or solution"),
+    ('{"prompt": "1+1"}\n', r"t\.jsonl, line 1.*answer.*solution"),
+    ('{"answer": "2"}\n', r"t\.jsonl, line 1.*prompt.*problem.*question"),
+    ('{"prompt": [{"role": "user"}], "answer": "2"}\n', r"t\.jsonl, line 1.*prompt.*problem"),
+    ('{"prompt": "", "answer": "2"}\n', r"t\.jsonl, line 1.*prompt.*problem.*question"),
+    ('{"prompt": "1+1", "answer": ""}\n', r"t\.jsonl, line 1.*answer.*solution"),
     (
         '{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+1", "answer": "}{"}\n',
-        r"t\.jsonl: 2 problems, 1 .*2, '}{'",
+        r"t\.jsonl: 2 problems, 1 .*line 2: }{",
     ),
     ('{"prompt": "1+1", "answer": "%s"}\n' % ("9" * 301), r"t\.jsonl: 1 problems, 1 .*999"),
 ]
@@ -553,16 +619,13 @@ def tokenizer_with(template):
 
 CHAT = "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
-GEMMA = "{% if messages[0].role == 'system' %}"
-GEMMA += "{{ raise_exception('System role not supported') }}{% endif %}" + CHAT
 
 
 @pytest.mark.parametrize(
     "template, instruction, text",
     [
-        (CHAT, "Think.", "<system>Think.<user>1+1<assistant>"),
+        (CHAT, "Think.", "<user>Think.\n\n1+1<assistant>"),
         (CHAT, None, "<user>1+1<assistant>"),
-        (GEMMA, "Think.", "<user>Think.\n\n1+1<assistant>"),
         (None, "Think.", "Think.\n\n1+1\n\nSolution:"),
         (None, None, "1+1\n\nSolution:"),
     ],
