@@ -123,5 +123,6 @@ def draw_curves(rows: list[dict], path: Path) -> None:
         points = [(row["step"], row[name]) for row in rows if name in row]
         axis.plot(*zip(*points, strict=True), marker=".")
         axis.set(title=title, xlabel="step")
+    axes[2].set_ylim(0, 1.05)  # the range of e_B: else rounding looks like news
     figure.savefig(path, dpi=120)
     plt.close(figure)

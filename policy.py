@@ -41,7 +41,8 @@ class Policy(torch.nn.Module):
         head = self.model.get_output_embeddings().weight  # [V, D]
         chunks = zip(hidden.split(chunk), target.split(chunk), strict=True)
         logp = [checkpoint(self.logp, h, head, y, use_reentrant=False) for h, y in chunks]
-        return torch.zeros_like(batch.logp_behavior).masked_scatter(batch.mask, torch.cat(logp))
+        zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)  # [N, T]
+        return zeros.masked_scatter(batch.mask, torch.cat(logp))
 
     def logp(self, hidden: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         logits = hidden.float() @ head.float().T / self.temperature  # [chunk, V]
@@ -55,7 +56,8 @@ def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
         model.gradient_checkpointing_enable()
     auto = "bfloat16" if mesh.device_type == "cuda" else "float32"
     dtype = getattr(torch, cfg.dtype.replace("auto", auto))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # The batch is not cast: its log-probabilities are no activations, and rounding ruins them.
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     policy = Policy(model, cfg.policy_temperature).to(mesh.device_type)
     for layer in model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

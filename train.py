@@ -9,6 +9,7 @@ samples.jsonl, curves.png, checkpoints/, model/} and never into the folder of an
 
 import inspect
 import json
+import math
 import os
 import random
 import signal
@@ -79,6 +80,11 @@ def accumulate_gradient(policy: Policy, rollouts: Rollouts, rows: list[int], cfg
     # e_B takes all ratios before any gradient. A single micro-batch keeps its graph for that.
     with torch.set_grad_enabled(len(micros) == 1):
         logps = [policy(micro) for micro in micros]  # [N_i, T_i]
+    for logp, micro in zip(logps, micros, strict=True):
+        fine = ((logp - micro.logp_behavior).isfinite() | ~micro.mask).all(1)  # [N_i]
+        if not fine.all():
+            response = micro.text[fine.int().argmin()]
+            raise FloatingPointError(f"log pi_theta / pi_b is not finite in response {response!r}")
     parts = [
         torch.stack([lp.detach() - m.logp_behavior, m.advantage[:, None].expand_as(lp), m.mask])
         for lp, m in zip(logps, micros, strict=True)
@@ -147,11 +153,16 @@ def update(
         for part in range(cfg.minibatches):
             places = [p // world for p in order[part :: cfg.minibatches] if p % world == rank]
             rows = [p * cfg.group_size + j for p in places for j in range(cfg.group_size)]
-            stats = accumulate_gradient(policy, rollouts, rows, cfg)
+            try:
+                stats = accumulate_gradient(policy, rollouts, rows, cfg)
+                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+                stats["grad_norm"] = norm.full_tensor().item()
+                if not math.isfinite(stats["grad_norm"]):
+                    raise FloatingPointError("the gradient is not finite")
+            except FloatingPointError as error:
+                raise FloatingPointError(f"step {step}, rank {rank}: {error}") from error
             if not history:
                 check_on_policy(cfg, stats)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
-            stats["grad_norm"] = norm.full_tensor().item()
             stats["learning_rate"] = schedule.get_last_lr()[0]
             optimizer.step()
             schedule.step()
@@ -191,16 +202,13 @@ def main() -> None:
     if rank == 0 and not cfg.resume:
         Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
         Path(cfg.out_dir, "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
-    engine = Engine(
-        cfg.model,
-        longest,
-        quantization=cfg.rollout_quantization,
-        dtype=cfg.rollout_dtype,
-        kv_cache_gb=cfg.kv_cache_gb,
-        max_num_seqs=cfg.max_num_seqs,
-        can_sleep=True,
-        verbose=cfg.verbose,
-    )
+    options = dict(dtype=cfg.rollout_dtype, kv_cache_gb=cfg.kv_cache_gb, verbose=cfg.verbose)
+    options |= dict(max_num_seqs=cfg.max_num_seqs, can_sleep=True)
+    engine = Engine(cfg.model, longest, quantization=cfg.rollout_quantization, **options)
+    # What is evaluated is the policy, not its fp8 copy; but on CUDA, where a process can have only
+    # one engine that sleeps, it is the copy, and eval.py measures model/ afterwards.
+    two = cfg.rollout_quantization != "none" and not torch.cuda.is_available()
+    evaluator = Engine(cfg.model, longest, **options) if two else engine
     engine.sleep()
     policy = build_policy(cfg, mesh)
     optimizer = torch.optim.AdamW(
@@ -216,8 +224,10 @@ def main() -> None:
         signal.signal(number, lambda number, frame: stop.append(number))
 
     def heldout_accuracy() -> float:
+        if evaluator is not engine:
+            evaluator.load_weights(full_weights(policy), version="evaluation")
         sampling = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.policy_temperature)
-        correct = evaluate(engine, *heldout, verifier, seed=cfg.seed, **sampling)
+        correct = evaluate(evaluator, *heldout, verifier, **sampling)
         return sum(correct) / len(correct)
 
     sampling = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.temperature)

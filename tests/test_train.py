@@ -17,8 +17,8 @@ import train
 from config import Config, Refused, check_config, parse_config
 from eval import noise_seeds
 from loss import OBJECTIVES
-from policy import Policy
-from train import check_on_policy, problems_of_step
+from policy import Policy, build_policy
+from train import check_on_policy, problems_of_step, update
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -100,6 +100,18 @@ def test_the_gradients_of_the_objectives_differ_by_far_more_than_that(gradients)
     plain, _ = gradients
     for name in set(OBJECTIVES) - {"p3o"}:
         assert relative_error(plain[name], plain["p3o"]) > 0.1
+
+
+def test_in_bfloat16_only_the_forward_pass_is_rounded(engine, policy, prompts, group):
+    rollouts = engine.sample(prompts[:8], 2, [2 * i for i in range(8)], max_tokens=64)
+    half = build_policy(Config(dtype="bfloat16"), group)
+    assert all(p.dtype == torch.float32 for p in half.parameters())  # master weights
+    behavior = rollouts.logp_behavior.clone()
+    logp = half(rollouts).detach()
+    assert logp.dtype == rollouts.logp_behavior.dtype == torch.float32
+    assert torch.equal(rollouts.logp_behavior, behavior)
+    error = (logp - Policy(policy)(rollouts).detach()).abs()[rollouts.mask]
+    assert 1e-5 < error.mean() < 0.01  # bfloat16 has 8 bits: 0.4% of an activation
 
 
 # The order of problems and noise
@@ -312,3 +324,17 @@ def test_the_on_policy_check_stops_a_batch_that_is_not_and_says_where_to_look():
             check_on_policy(Config(), fresh | stale)
         for planned in {"temperature": 1.2}, {"top_p": 0.9}, {"top_k": 5}, {"lag": 1}:
             check_on_policy(Config(**planned), fresh | stale)
+
+
+def test_a_number_that_is_not_finite_stops_the_run_with_step_rank_and_response(
+    engine, prompts, group
+):
+    cfg = Config(prompts_per_step=2, group_size=2)
+    policy = build_policy(cfg, group)
+    rollouts = engine.sample(prompts[:2], 2, [0, 2], max_tokens=64)
+    rollouts.advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    rollouts.logp_behavior[2, 1] = -torch.inf
+    with pytest.raises(FloatingPointError) as error:
+        update(policy, None, None, rollouts, cfg, step=7)
+    assert str(error.value).startswith("step 7, rank 0: ")
+    assert repr(rollouts.text[2]) in str(error.value)

@@ -1,0 +1,139 @@
+"""The mismatch laboratory: objectives x mismatches x seeds, each cell a run of train.py on tiny/.
+
+    python experiments/mismatch.py --grid reduced      # 15 runs, what `make reproduce` does
+    python experiments/mismatch.py --grid full         # all, about five hours on two cores
+    CUDA_VISIBLE_DEVICES=3 python experiments/mismatch.py --grid full --share 3/8    # one of eight
+
+Each finished run is a line of experiments/results/mismatch.jsonl, with its configuration, the
+commit and its metrics; a run that has its line is not run again, so the grid can be stopped and
+started at will. Held-out pass@1 is that of the unquantized policy at temperature 1, on the same 512
+problems with the same noise for all. Everything but the cell is the same for all runs: STEPS below
+and the defaults of config.py.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments/results/mismatch.jsonl"
+STEPS = 60
+SETTINGS = {
+    "on-policy": [],
+    "T = 0.6": ["--temperature=0.6"],
+    "T = 0.8": ["--temperature=0.8"],
+    "T = 1.2": ["--temperature=1.2"],
+    "T = 1.4": ["--temperature=1.4"],
+    "fp8": ["--rollout_quantization=fp8_per_channel"],
+    "lag 1": ["--lag=1"],
+    "lag 4": ["--lag=4"],
+    "lag 16": ["--lag=16"],
+    "4 updates": ["--passes=2", "--minibatches=2"],
+    "16 updates": ["--passes=4", "--minibatches=4"],
+}
+OBJECTIVES = {
+    "p3o": [],
+    "grpo 0.2": ["--objective=grpo"],
+    "reinforce": ["--objective=reinforce"],
+    "p3o, is": ["--objective_args", "kl_estimator=is"],
+    "grpo 0.4": ["--objective=grpo", "--objective_args", "eps=0.4"],
+    "grpo 0.6": ["--objective=grpo", "--objective_args", "eps=0.6"],
+    "dapo": ["--objective=dapo"],
+    "gspo": ["--objective=gspo"],
+    "cispo": ["--objective=cispo"],
+    "decoupled": ["--objective=decoupled"],
+    "tis": ["--objective=tis"],
+    "m2po": ["--objective=m2po"],
+}
+EVERYWHERE = ["p3o", "grpo 0.2", "reinforce"]
+WHERE_IT_BREAKS = ["T = 0.6", "T = 1.4", "lag 16", "16 updates"]
+LEARNING_RATE, LARGER = 2e-4, 1e-3  # the first chosen by --grid learning_rate
+KEPT = """step reward heldout_pass@1 ess ess_min kl capped entropy response_tokens truncated
+    grad_norm ratio mismatch_mean""".split()
+
+Cell = tuple[str, str, float, int]  # setting, objective, learning rate, seed
+
+
+def cells(grid: str) -> list[Cell]:
+    """The runs of a grid, most telling first: a grid cut short has whole seeds of a part."""
+    if grid == "learning_rate":
+        rates = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
+        return [("on-policy", "p3o", rate, seed) for seed in range(2) for rate in rates]
+    if grid == "reduced":
+        settings = ("on-policy", "T = 0.6", "T = 1.4", "lag 16", "16 updates")
+        return [(s, o, LEARNING_RATE, 0) for s in settings for o in EVERYWHERE]
+    everywhere = [(s, o) for s in SETTINGS for o in EVERYWHERE]
+    breaks = [(s, o) for s in WHERE_IT_BREAKS for o in OBJECTIVES if o not in EVERYWHERE]
+    plan = [(*cell, LEARNING_RATE, seed) for seed in range(3) for cell in everywhere]
+    plan += [(*cell, LEARNING_RATE, seed) for seed in range(3) for cell in breaks]
+    shown = [(s, o) for s in WHERE_IT_BREAKS for o in EVERYWHERE]
+    larger = [("on-policy", o) for o in OBJECTIVES] + shown
+    plan += [(*cell, LARGER, seed) for seed in range(3) for cell in larger]
+    return plan + [(*cell, LEARNING_RATE, seed) for seed in (3, 4) for cell in shown]
+
+
+def finished() -> Iterator[Cell]:
+    """The cells that have their line in the results."""
+    if RESULTS.exists():
+        for line in open(RESULTS):
+            row = json.loads(line)
+            yield row["setting"], row["objective"], row["learning_rate"], row["seed"]
+
+
+def run(cell: Cell) -> dict:
+    """One run of train.py; its configuration, commit and metrics, metric by metric."""
+    setting, objective, learning_rate, seed = cell
+    flags = [*SETTINGS[setting], *OBJECTIVES[objective]]
+    flags += [f"--learning_rate={learning_rate}", f"--seed={seed}", f"--steps={STEPS}"]
+    start = time.time()
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "train.py", f"--out_dir={out}/run", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        path = Path(out, "run", "metrics.jsonl")
+        rows = [json.loads(line) for line in open(path)] if path.exists() else []
+        config = json.loads(Path(out, "run", "config.json").read_text())
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    return {
+        "setting": setting,
+        "objective": objective,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "command": f"python train.py {' '.join(flags)}",
+        "commit": subprocess.check_output(git, text=True).strip(),
+        "seconds": round(time.time() - start, 1),
+        # A run that stopped itself, on a number that is not finite, keeps what it had.
+        "stopped": done.stderr.strip().splitlines()[-1] if done.returncode else None,
+        "config": config | {"out_dir": ""},
+        "metrics": {
+            name: [round(row[name], 6) if name in row else None for row in rows] for name in KEPT
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--grid", default="reduced", choices=("learning_rate", "reduced", "full"))
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th run from the i-th on")
+    parser.add_argument("--hours", type=float, default=24, help="start no run after so long")
+    args = parser.parse_args()
+    first, of = map(int, args.share.split("/"))
+    plan, begin = cells(args.grid)[first::of], time.time()
+    for number, cell in enumerate(plan, 1):
+        if cell in set(finished()):
+            continue
+        if time.time() - begin > args.hours * 3600:
+            break
+        row = run(cell)
+        with open(RESULTS, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        accuracy = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
+        print(f"{number}/{len(plan)}  {cell}  {accuracy}  {row['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
