@@ -18,14 +18,15 @@ token_count: added over micro-batches and ranks it is the batch's; so are the st
 whole batch knows is a keyword; left out, the tensors given are the batch. Demo: python loss.py.
 """
 
-import sys
-
 import torch
+from torch import Tensor
 
+Count = float | Tensor | None  # of the whole batch; None: the tensors given are the batch
+Loss = tuple[Tensor, dict[str, Tensor]]  # [] and its statistics, each []
 MAX_LOG_RATIO = 82.0  # nats: e^82 * 82, the largest weight here, still fits float32 gradients
 
 
-def group_advantage(reward, scale=True):
+def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """A = reward - mean of its group, over the group's standard deviation if scale. [P, G]."""
     if reward.shape[-1] < 2:
         raise ValueError(f"a group needs 2 or more responses to be compared: {tuple(reward.shape)}")
@@ -36,7 +37,7 @@ def group_advantage(reward, scale=True):
     return advantage
 
 
-def effective_sample_size(log_ratio, mask):
+def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """e_B (2), float64 []: 1 for equal ratios, 1/|B| for one dominant token, ~ 1/(1 + chi^2)."""
     check_rows(torch.isfinite(log_ratio) | ~mask, "a log-ratio is not finite")
     if not mask.any():
@@ -47,8 +48,9 @@ def effective_sample_size(log_ratio, mask):
 
 
 def p3o_loss(
-    logp, logp_behavior, advantage, mask, *, ess=None, token_count=None, kl_estimator="k3"
-):
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    ess: Count = None, token_count: Count = None, kl_estimator: str = "k3",
+) -> Loss:  # fmt: skip
     """P3O (5). Hyper-parameters: none. By (3) a high-ratio token weighs e_B: bounded, never zero.
     With k3, grad L = -mean_B[(min(rho, e_B) A - (1 - e_B)(1 - 1/rho)) grad log pi_theta]."""
     logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
@@ -72,7 +74,9 @@ KL_ESTIMATORS = {
 }
 
 
-def prepare(logp, logp_behavior, advantage, mask, token_count=None):
+def prepare(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, token_count: Count = None
+) -> tuple[Tensor, Tensor, Tensor, Count]:
     """-> log pi_theta, log rho, A, each float64 [B, T] and 0 where masked; and token_count."""
     if token_count is None and not mask.any():
         raise ValueError("no response tokens and no token_count: a mean over nothing is undefined")
@@ -86,40 +90,50 @@ def prepare(logp, logp_behavior, advantage, mask, token_count=None):
     return logp, log_ratio, advantage, int(mask.sum()) if token_count is None else token_count
 
 
-def finish(loss, cut, log_ratio, mask, n, kl=None, count=None):
+def finish(
+    loss: Tensor, cut: Tensor, log_ratio: Tensor, mask: Tensor, n: Count,
+    kl: Tensor | None = None, count: Count = None,
+) -> Loss:  # fmt: skip
     """-> sum of loss [B, T] / (count or n), stats. cut: where ratio or gradient is cut, [B, T]."""
     check_rows(torch.isfinite(loss) | ~mask, "a loss is not finite (is the advantage?)")
     total = torch.where(mask, loss, 0.0).sum() / (n if count is None else count)  # []
-    kl = KL_ESTIMATORS["k3"](log_ratio) if kl is None else kl  # [B, T]
-    stats = {"kl": kl, "capped": cut.double(), "ratio": log_ratio.exp()}  # [B, T] each
+    kl = KL_ESTIMATORS["k3"](log_ratio) if kl is None else kl  # [B, T], as are the stats' means
+    stats = {"kl": kl, "capped": cut.double(), "ratio": log_ratio.exp()}
     stats = {k: (torch.where(mask, v, 0.0).sum() / n).detach() for k, v in stats.items()}  # []
     return total, {"loss": total.detach()} | stats
 
 
-def check_rows(good, what):
+def check_rows(good: Tensor, what: str) -> None:
     """Stop at the first sequence with a token that is not good: [B, T]. No NaN goes on."""
     if not good.all():
         row = int((~good).any(dim=-1).nonzero()[0])
         raise FloatingPointError(f"{what} in sequence {row}: are tokens aligned, weights in sync?")
 
 
-# What P3O is compared with: rho is the ratio to pi_b, means are over the tokens of B, unless said.
-
-
-def reinforce(logp, logp_behavior, advantage, mask, *, token_count=None):
-    """-A log pi (Williams 1992). Hyper-parameters: none. The ratio is not looked at."""
+def reinforce(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    token_count: Count = None,
+) -> Loss:  # fmt: skip
+    """-A log pi (Williams 1992). Hyper-parameters: none. The ratio is not looked at. (From here on
+    what P3O is compared with: rho is to pi_b, means are over the tokens of B, unless said.)"""
     logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
     return finish(-advantage * logp, torch.zeros_like(mask), log_ratio, mask, n)
 
 
-def grpo(logp, logp_behavior, advantage, mask, *, eps=0.2, token_count=None):
+def grpo(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    eps: float = 0.2, token_count: Count = None,
+) -> Loss:  # fmt: skip
     """dapo with eps_low = eps_high = eps (PPO, 1707.06347 eq. 7; GRPO, 2402.03300 eq. 3, takes the
     mean over responses of the mean over each one's tokens, and adds a KL to a fixed reference)."""
     eps = {"eps_low": eps, "eps_high": eps}
     return dapo(logp, logp_behavior, advantage, mask, **eps, token_count=token_count)
 
 
-def dapo(logp, logp_behavior, advantage, mask, *, eps_low=0.2, eps_high=0.28, token_count=None):
+def dapo(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    eps_low: float = 0.2, eps_high: float = 0.28, token_count: Count = None,
+) -> Loss:  # fmt: skip
     """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) (2503.14476 eq. 8, token mean). A token
     with rho > 1 + eps_high has gradient zero if A > 0, and the unbounded weight rho if A < 0."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
@@ -127,16 +141,19 @@ def dapo(logp, logp_behavior, advantage, mask, *, eps_low=0.2, eps_high=0.28, to
     return finish(loss, cut, log_ratio, mask, n)
 
 
-def surrogate(ratio, advantage, eps_low, eps_high):
+def surrogate(
+    ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic choice, and where it fell on the clipped side: gradient zero. [B, T]."""
     free, clipped = ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage  # [B, T]
     return -torch.minimum(free, clipped), clipped < free
 
 
 def gspo(
-    logp, logp_behavior, advantage, mask, *, eps_low=3e-4, eps_high=4e-4, token_count=None,
-    sequence_count=None
-):  # fmt: skip
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    eps_low: float = 3e-4, eps_high: float = 4e-4, token_count: Count = None,
+    sequence_count: Count = None,
+) -> Loss:  # fmt: skip
     """dapo with one ratio a sequence, exp(mean_t log rho_t) (2507.18071 eq. 5, 7). The mean is over
     sequences of the mean over each one's tokens. The whole sequence is cut, or none of it."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
@@ -147,13 +164,19 @@ def gspo(
     return finish(loss / length, cut, log_ratio, mask, n, count=count)
 
 
-def cispo(logp, logp_behavior, advantage, mask, *, eps_high=4.0, token_count=None):
+def cispo(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    eps_high: float = 4.0, token_count: Count = None,
+) -> Loss:  # fmt: skip
     """tis with C = 1 + eps_high (MiniMax-M1, 2506.13585 eq. 4, 5; no lower bound, no value given:
     4 makes C 5, ScaleRL's and TRL's; TRL's epsilon_high is C itself)."""
     return tis(logp, logp_behavior, advantage, mask, C=1 + eps_high, token_count=token_count)
 
 
-def tis(logp, logp_behavior, advantage, mask, *, C=2.0, token_count=None):
+def tis(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    C: float = 2.0, token_count: Count = None,
+) -> Loss:  # fmt: skip
     """-sg(min(rho, C)) A log pi (IMPALA, 1802.01561, with C = 1; RLHF stacks truncate pi_old/pi_b
     at 2 and keep PPO's clip: the same at the first update). A high-ratio token weighs C."""
     logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
@@ -163,8 +186,10 @@ def tis(logp, logp_behavior, advantage, mask, *, C=2.0, token_count=None):
 
 
 def decoupled(
-    logp, logp_behavior, advantage, mask, *, eps=0.2, c_w=5.0, logp_prox=None, token_count=None
-):
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    eps: float = 0.2, c_w: float = 5.0, logp_prox: Tensor | None = None,
+    token_count: Count = None,
+) -> Loss:  # fmt: skip
     """min(pi_prox / pi_b, c_w) times grpo's loss in pi_theta / pi_prox, pi_prox the policy before
     the first update on this rollout batch (None: this is it). 2110.00641 has no c_w, and a moving
     average for pi_prox; c_w is AReaL's, which drops tokens above it: here they weigh c_w."""
@@ -176,7 +201,10 @@ def decoupled(
     return finish(behavior.clamp(max=c_w) * loss, cut | (behavior > c_w), log_ratio, mask, n)
 
 
-def m2po(logp, logp_behavior, advantage, mask, *, tau=0.04, cutoff=None, token_count=None):
+def m2po(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    tau: float = 0.04, cutoff: float | None = None, token_count: Count = None,
+) -> Loss:  # fmt: skip
     """-rho A, but of the tokens that move away from pi_b (A log rho > 0) those with the largest
     (log rho)^2 are dropped, until its mean over the rest of them is at most tau (2510.01161)."""
     _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
@@ -185,7 +213,7 @@ def m2po(logp, logp_behavior, advantage, mask, *, tau=0.04, cutoff=None, token_c
     return finish(torch.where(cut, 0.0, -log_ratio.exp() * advantage), cut, log_ratio, mask, n)
 
 
-def m2po_cutoff(log_ratio, advantage, mask, tau):
+def m2po_cutoff(log_ratio: Tensor, advantage: Tensor, mask: Tensor, tau: float) -> float:
     """Not the mean over all of B, as tokens that cannot be dropped could hold that above tau; nor
     with dropped tokens counted at the cutoff, as in the authors' code, against their paper."""
     away = mask & (advantage * log_ratio > 0)  # [B, T]
@@ -200,7 +228,9 @@ OBJECTIVES = dict(p3o=p3o_loss, reinforce=reinforce, grpo=grpo, dapo=dapo, gspo=
 OBJECTIVES |= dict(decoupled=decoupled, tis=tis, m2po=m2po)
 
 
-def batch_quantities(name, log_ratio, advantage, mask, **hyper):
+def batch_quantities(
+    name: str, log_ratio: Tensor, advantage: Tensor, mask: Tensor, **hyper: float | str
+) -> dict[str, Count]:
     """The keywords that OBJECTIVES[name] needs from the whole batch: all of its tokens, [B, T]."""
     quantities = {"token_count": int(mask.sum())}
     if name == "p3o":
@@ -213,38 +243,7 @@ def batch_quantities(name, log_ratio, advantage, mask, **hyper):
     return quantities
 
 
-def demonstrate(path):
-    """Print what e_B does, from fresh to stale; draw each objective's weight on grad log pi."""
-    from matplotlib import pyplot as plt
-
-    torch.manual_seed(0)
-    mask, advantage = torch.ones(64, 128, dtype=torch.bool), torch.randn(64)  # [B, T], [B]
-    print("batch: log rho ~ N(-s^2/2, s^2)      e_B = cap   1 - e_B = KL weight   tokens capped")
-    batches = {"same": 0.0, "bf16": 0.03, "fp8": 0.2, "stale": 0.6, "very stale": 1.5}
-    for name, s in batches.items():
-        log_ratio = s * torch.randn(64, 128) - s**2 / 2  # [B, T]; mean rho 1, e_B -> exp(-s^2)
-        ess = effective_sample_size(log_ratio, mask)
-        _, stats = p3o_loss(log_ratio, torch.zeros(64, 128), advantage, mask)
-        print(f"{name:>14}, s = {s:<4} {ess:25.4f} {1 - ess:21.4f} {stats['capped']:15.1%}")
-
-    log_ratio = torch.linspace(-2.3, 2.3, 461)[:, None]  # [B, 1]: every token its own sequence
-    mask, zero = torch.ones_like(log_ratio, dtype=torch.bool), torch.zeros_like(log_ratio)
-    curves = [("p3o", f"p3o, e_B = {ess}", {"ess": ess}) for ess in (0.9, 0.5, 0.1)]
-    given = {"gspo": {"sequence_count": 1}, "m2po": {"cutoff": 0.25}}
-    curves += [(name, name, given.get(name, {})) for name in OBJECTIVES if name != "p3o"]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for axis, sign in zip(axes, (1, -1), strict=True):
-        for i, (name, label, known) in enumerate(curves):
-            logp = log_ratio.clone().requires_grad_()  # [B, 1]
-            OBJECTIVES[name](logp, zero, zero + sign, mask, token_count=1, **known)[0].backward()
-            style = {"color": plt.cm.Blues_r(i / 4), "lw": 3} if i < 3 else {"color": f"C{i - 2}"}
-            axis.plot(log_ratio.exp(), -logp.grad, ls=["-", "--", ":"][i % 3], label=label, **style)
-        axis.set(xscale="log", xlabel="rho", ylabel="weight on grad log pi", title=f"A = {sign:+}")
-        axis.set_ylim(1.5 * sign - 4, 1.5 * sign + 4)
-    axes[1].legend(ncols=2, loc="lower left", fontsize="small")
-    figure.savefig(path, dpi=120)
-    print("saved", path)
-
-
 if __name__ == "__main__":
-    demonstrate(sys.argv[1] if len(sys.argv) > 1 else "experiments/results/objectives.png")
+    from experiments.objectives import main
+
+    main()

@@ -683,7 +683,7 @@ def test_a_wrong_loss_fails_the_tests_named_for_it(what):
 
 def test_another_loss_is_refused_when_its_interface_differs(tmp_path):
     other = tmp_path / "other.py"
-    source = LOSS.read_text().replace("def group_advantage(reward,", "def group_advantage(rewards,")
+    source = LOSS.read_text().replace("def group_advantage(reward:", "def group_advantage(rewards:")
     other.write_text(source)
     command = [sys.executable, "-m", "pytest", __file__, "-q", "--loss"]
     for path, message in ((other, "group_advantage(rewards"), (tmp_path / "no.py", "no such file")):
