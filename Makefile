@@ -1,6 +1,7 @@
 # make train       set up .venv (once), train the embedded default: 5 minutes on two cores
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
+# make reproduce   a reduced grid of the paper's experiments and its figures: half an hour
 # make bench       the benchmark of experiments/bench.py
 # make lint        ruff
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: train test test-all bench lint
+.PHONY: train test test-all reproduce bench lint
 train: .venv/installed
 	$(BIN)/torchrun --standalone train.py
 
@@ -17,6 +18,10 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest -q
+
+reproduce: .venv/installed
+	$(BIN)/python experiments/mismatch.py --grid reduced --folder runs/reproduce
+	$(BIN)/python experiments/plot.py runs/reproduce
 
 bench: .venv/installed
 	$(BIN)/python experiments/bench.py

@@ -4,9 +4,9 @@
     python experiments/mismatch.py --grid full         # all, about five hours on two cores
     CUDA_VISIBLE_DEVICES=3 python experiments/mismatch.py --grid full --share 3/8    # one of eight
 
-Each finished run is a line of experiments/results/mismatch.jsonl, with its configuration, the
-commit and its metrics; a run that has its line is not run again, so the grid can be stopped and
-started at will. Held-out pass@1 is that of the unquantized policy at temperature 1, on the same 512
+Each finished run is a line of FOLDER/mismatch.jsonl (--folder), with its configuration, the commit
+and its metrics; a run that has its line is not run again, so the grid can be stopped and started at
+will. Held-out pass@1 is that of the unquantized policy at temperature 1, on the same 512
 problems with the same noise for all. Everything but the cell is the same for all runs: STEPS below
 and the defaults of config.py.
 """
@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "experiments/results/mismatch.jsonl"
 STEPS = 60
 SETTINGS = {
     "on-policy": [],
@@ -77,10 +76,10 @@ def cells(grid: str) -> list[Cell]:
     return plan + [(*cell, LEARNING_RATE, seed) for seed in (3, 4) for cell in shown]
 
 
-def finished() -> Iterator[Cell]:
+def finished(results: Path) -> Iterator[Cell]:
     """The cells that have their line in the results."""
-    if RESULTS.exists():
-        for line in open(RESULTS):
+    if results.exists():
+        for line in open(results):
             row = json.loads(line)
             yield row["setting"], row["objective"], row["learning_rate"], row["seed"]
 
@@ -118,18 +117,21 @@ def run(cell: Cell) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", default="reduced", choices=("learning_rate", "reduced", "full"))
+    parser.add_argument("--folder", type=Path, default=ROOT / "experiments/results")
     parser.add_argument("--share", default="0/1", help="i/n: every n-th run from the i-th on")
     parser.add_argument("--hours", type=float, default=24, help="start no run after so long")
     args = parser.parse_args()
     first, of = map(int, args.share.split("/"))
     plan, begin = cells(args.grid)[first::of], time.time()
+    results = args.folder / "mismatch.jsonl"
+    args.folder.mkdir(parents=True, exist_ok=True)
     for number, cell in enumerate(plan, 1):
-        if cell in set(finished()):
+        if cell in set(finished(results)):
             continue
         if time.time() - begin > args.hours * 3600:
             break
         row = run(cell)
-        with open(RESULTS, "a") as file:
+        with open(results, "a") as file:
             file.write(json.dumps(row) + "\n")
         accuracy = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
         print(f"{number}/{len(plan)}  {cell}  {accuracy}  {row['seconds']} s", flush=True)
