@@ -338,3 +338,10 @@ def test_a_number_that_is_not_finite_stops_the_run_with_step_rank_and_response(
         update(policy, None, None, rollouts, cfg, step=7)
     assert str(error.value).startswith("step 7, rank 0: ")
     assert repr(rollouts.text[2]) in str(error.value)
+
+
+def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_weights(tmp_path):
+    flags = ["--steps=4", "--eval_every=0", "--eval_problems=8", f"--out_dir={tmp_path / 'run'}"]
+    printed = torchrun(1, "tests/skipped_sync.py", *flags)
+    assert "refused: step 2: a batch was sampled by weights 1, not by weights 2" in printed
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]

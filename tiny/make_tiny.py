@@ -108,6 +108,7 @@ def main() -> None:
     train, heldout = make_problems()
     for name, rows in ("train", train), ("heldout", heldout):
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (FOLDER / "task.json").write_text('{"verifier": "exact", "instruction": null}\n')
     tokenizer = make_tokenizer()
     torch.manual_seed(SEED)
     policy = LlamaForCausalLM(
