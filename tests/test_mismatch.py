@@ -1,0 +1,168 @@
+"""Each source of mismatch, on real engines: it is there, it follows the weights, e_B sees it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.meter import measure, most_off
+from loss import effective_sample_size
+from policy import Policy
+
+ROOT = Path(__file__).parents[1]
+
+
+def log_ratio(model, rollouts):
+    """log rho [N, T] of the trainer's float32 forward pass at temperature 1."""
+    with torch.no_grad():
+        return Policy(model)(rollouts) - rollouts.logp_behavior
+
+
+def lost(model, rollouts):
+    """1 - e_B: the share of the batch that the mismatch costs."""
+    return 1 - effective_sample_size(log_ratio(model, rollouts), rollouts.mask).item()
+
+
+def sample(engine, prompts, **sampling):
+    seeds = [2 * i for i in range(len(prompts))]
+    return engine.sample(prompts, 2, seeds, max_tokens=64, **sampling)
+
+
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_emulated"])
+def test_behavior_log_probabilities_are_those_of_the_fp8_engine_and_follow_a_sync(
+    quantization, build_engine, engine, policy, prompts
+):
+    # "fp8_per_channel" computes in bfloat16: so does the engine that it is compared with.
+    dtype = "bfloat16" if quantization == "fp8_per_channel" else "float32"
+    plain, fp8 = build_engine(dtype=dtype), build_engine(dtype=dtype, quantization=quantization)
+    for version in "1", "2":
+        for either in plain, fp8:
+            either.load_weights(policy.state_dict().items(), version)
+        unquantized, quantized = sample(plain, prompts[:64]), sample(fp8, prompts[:64])
+        assert quantized.weight_version == version
+        # fp8 costs at least ten times what rounding to the engine's own dtype costs ...
+        assert lost(policy, quantized) > 10 * lost(policy, unquantized)
+        assert lost(policy, quantized) > 1e-5
+        # ... and little beside the noise that the loop below adds: these are the synced weights.
+        assert log_ratio(policy, quantized).abs()[quantized.mask].mean() < 0.01
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            for p in policy.parameters():
+                p.add_(0.02 * torch.randn(p.shape, generator=generator))
+        assert log_ratio(policy, quantized).abs()[quantized.mask].mean() > 0.05
+
+
+def test_e_b_falls_with_the_distance_of_the_temperature_from_1(engine, policy, prompts):
+    cost = {
+        t: lost(policy, sample(engine, prompts[:64], temperature=t))
+        for t in (0.6, 0.8, 1.0, 1.2, 1.4)
+    }
+    assert cost[1.0] < 1e-6 < 1e-3 < cost[0.8] < cost[0.6]
+    assert 1e-3 < cost[1.2] < cost[1.4]
+
+
+def test_raw_log_probabilities_would_leave_e_b_blind_to_the_temperature(engine, policy, prompts):
+    # What vLLM records by default: the log-probabilities before the temperature.
+    from vllm import LLM, SamplingParams
+
+    raw = LLM("tiny", dtype="float32", distributed_executor_backend="external_launcher",
+              max_model_len=128, kv_cache_memory_bytes=2**28, enforce_eager=True,
+              max_num_batched_tokens=8192)  # fmt: skip
+    test_raw_log_probabilities_would_leave_e_b_blind_to_the_temperature.engine = raw  # kept alive
+    seen = sample(engine, prompts[:32], temperature=1.4)
+    outputs = raw.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts[:32]],
+        [SamplingParams(n=2, temperature=1.4, max_tokens=64, logprobs=0, flat_logprobs=True,
+                        seed=2 * i) for i in range(32)],
+        use_tqdm=False,
+    )  # fmt: skip
+    recorded = [r.logprobs.logprobs for output in outputs for r in output.outputs]
+    blind = torch.zeros_like(seen.logp_behavior)
+    for row, logps in enumerate(recorded):
+        assert len(logps) == seen.mask[row].sum()  # the very same samples
+        blind[row, : len(logps)] = torch.tensor(logps)
+    true_cost = lost(policy, seen)
+    seen.logp_behavior = blind
+    assert true_cost > 0.01 and lost(policy, seen) < 1e-6
+
+
+def test_top_p_and_top_k_cost_what_they_cut_off(engine, policy, prompts):
+    # On what was sampled rho = S, the mass that was kept: below 1, and not the same everywhere.
+    for sampling in {"top_p": 0.8}, {"top_k": 2}:
+        rollouts = sample(engine, prompts[:64], **sampling)
+        ratio = log_ratio(policy, rollouts)
+        assert ratio[rollouts.mask].max() < 1e-4
+        assert lost(policy, rollouts) > 1e-3
+
+
+def train(out, *flags):
+    command = [
+        sys.executable,
+        "train.py",
+        "--eval_every=0",
+        "--eval_problems=8",
+        f"--out_dir={out}",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in open(out / "metrics.jsonl")][1:]
+
+
+def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_sees_it(tmp_path):
+    rows = train(
+        tmp_path / "run", "--lag=2", "--steps=5", "--learning_rate=2e-3", "--warmup_steps=0"
+    )
+    # Step s uses the weights of max(0, s - 1 - 2): two batches are sampled before the first update.
+    assert [row["weight_version"] for row in rows] == ["0", "0", "0", "1", "2"]
+    assert rows[0]["ess"] > 0.9999  # sampled before any update, used for the first
+    assert all(row["ess"] < 0.99 for row in rows[2:])
+
+
+def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(tmp_path):
+    flags = [
+        "--passes=2",
+        "--minibatches=2",
+        "--steps=2",
+        "--learning_rate=2e-3",
+        "--warmup_steps=0",
+    ]
+    rows = train(tmp_path / "run", *flags)
+    for row in rows:
+        assert row["mismatch_mean"] < 0.01  # before the first update
+        assert row["ess_min"] < 0.99  # at the last
+
+
+def test_the_meter_gives_the_numbers_of_a_batch_that_can_be_done_by_hand():
+    ratio = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])  # 9 is padding
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    found = measure(ratio.log(), mask)
+    # e_B = mean(1, 2, 3)^2 / mean(1, 4, 9) = 4 / (14/3) = 6/7
+    assert found["e_B"] == pytest.approx(6 / 7)
+    assert found["rho q50"] == pytest.approx(2)
+    assert found["max |log rho|"] == pytest.approx(1.0986123)  # log 3
+
+
+def test_the_meter_names_the_tokens_that_are_off_most(engine, policy, prompts):
+    rollouts = sample(engine, prompts[:64], temperature=1.4)
+    worst = most_off(rollouts, log_ratio(policy, rollouts))
+    assert worst == sorted(worst, reverse=True)
+    assert all(count >= 10 for _, count, _ in worst)
+    # ';' is written with probability 0.3: it depends on the temperature; '=' is certain.
+    by_token = {engine.tokenizer.decode([token]): off for off, _, token in worst}
+    assert by_token[";"] > 0.1 > by_token["="]
+
+
+def test_the_meter_as_a_command_prints_e_b_quantiles_kl_and_tokens():
+    command = [sys.executable, "rollout.py", "--responses=32", "--temperature=1.2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in "e_B", "mean |log rho|", "KL", "rho q99", "most off":
+        assert name in done.stdout
+    assert 0.9 < float(done.stdout.split("e_B")[1].split()[0]) < 0.999
