@@ -5,10 +5,12 @@ The first vLLM engine in this process takes 10 s to build, each further one less
 
 import importlib.util
 import inspect
+import json
 from pathlib import Path
 
 import pytest
 
+KEPT = []  # engines: one that is collected as garbage takes the process group with it
 LOSS = Path(__file__).parents[1] / "loss.py"
 FUNCTIONS = ("group_advantage", "effective_sample_size", "p3o_loss", "batch_quantities")
 
@@ -77,11 +79,9 @@ def build_engine(group):
     """rollout.Engine, on tiny by default; float32, so that engine and trainer agree to 1e-4."""
     from rollout import Engine
 
-    engines = []  # an engine that is collected as garbage takes the process group with it
-
     def build(model="tiny", **options):
-        engines.append(Engine(str(model), 128, **({"dtype": "float32"} | options)))
-        return engines[-1]
+        KEPT.append(Engine(str(model), 128, **({"dtype": "float32"} | options)))
+        return KEPT[-1]
 
     return build
 
@@ -107,3 +107,40 @@ def prompts():
     from eval import load_model_files, load_prompts
 
     return load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)[1]
+
+
+@pytest.fixture
+def train_here(group, monkeypatch, tmp_path):
+    """Run train.py with these flags in this process, which has vLLM loaded; its metrics, by step.
+
+    Only what a process can do once is left out: to join the process group, and to end it.
+    """
+    import signal
+    import sys
+
+    import rollout
+    import train
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(train, "init_distributed", lambda: group)
+    monkeypatch.setattr(rollout.Engine, "close", lambda engine: None)
+
+    def build(*arguments, **options):
+        KEPT.append(rollout.Engine(*arguments, **options))
+        return KEPT[-1]
+
+    monkeypatch.setattr(train, "Engine", build)
+
+    def run(*flags):
+        out = tmp_path / f"run-{len(KEPT)}"
+        defaults = ["--eval_every=0", "--eval_problems=64", f"--out_dir={out}"]
+        monkeypatch.setattr(sys, "argv", ["train.py", *defaults, *flags])
+        try:
+            train.main()
+        finally:
+            rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        return rows
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

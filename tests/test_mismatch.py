@@ -1,13 +1,12 @@
 """Each source of mismatch, on real engines: it is there, it follows the weights, e_B sees it."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import KEPT
 
 from experiments.meter import measure, most_off
 from loss import effective_sample_size
@@ -72,7 +71,7 @@ def test_raw_log_probabilities_would_leave_e_b_blind_to_the_temperature(engine, 
     raw = LLM("tiny", dtype="float32", distributed_executor_backend="external_launcher",
               max_model_len=128, kv_cache_memory_bytes=2**28, enforce_eager=True,
               max_num_batched_tokens=8192)  # fmt: skip
-    test_raw_log_probabilities_would_leave_e_b_blind_to_the_temperature.engine = raw  # kept alive
+    KEPT.append(raw)
     seen = sample(engine, prompts[:32], temperature=1.4)
     outputs = raw.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts[:32]],
@@ -99,44 +98,26 @@ def test_top_p_and_top_k_cost_what_they_cut_off(engine, policy, prompts):
         assert lost(policy, rollouts) > 1e-3
 
 
-def train(out, *flags):
-    command = [
-        sys.executable,
-        "train.py",
-        "--eval_every=0",
-        "--eval_problems=8",
-        f"--out_dir={out}",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in open(out / "metrics.jsonl")][1:]
-
-
-def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_sees_it(tmp_path):
-    rows = train(
-        tmp_path / "run", "--lag=2", "--steps=5", "--learning_rate=2e-3", "--warmup_steps=0"
-    )
+def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_sees_it(train_here):
+    rows = train_here("--lag=2", "--steps=5", "--learning_rate=2e-3", "--warmup_steps=0")[1:]
     # Step s uses the weights of max(0, s - 1 - 2): two batches are sampled before the first update.
     assert [row["weight_version"] for row in rows] == ["0", "0", "0", "1", "2"]
     assert rows[0]["ess"] > 0.9999  # sampled before any update, used for the first
     assert all(row["ess"] < 0.99 for row in rows[2:])
 
 
-def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(tmp_path):
-    flags = [
-        "--passes=2",
-        "--minibatches=2",
-        "--steps=2",
-        "--learning_rate=2e-3",
-        "--warmup_steps=0",
-    ]
-    rows = train(tmp_path / "run", *flags)
-    for row in rows:
+def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(train_here):
+    flags = ["--passes=2", "--minibatches=2", "--steps=2", "--learning_rate=2e-3"]
+    for row in train_here(*flags, "--warmup_steps=0")[1:]:
         assert row["mismatch_mean"] < 0.01  # before the first update
         assert row["ess_min"] < 0.99  # at the last
+
+
+def test_held_out_accuracy_is_that_of_the_policy_not_of_its_fp8_copy(train_here):
+    # Before training the policy is the same, and so are its samples.
+    plain = train_here("--steps=1", "--rollout_dtype=float32")[0]["heldout_pass@1"]
+    fp8 = "--rollout_quantization=fp8_emulated"
+    assert train_here("--steps=1", "--rollout_dtype=float32", fp8)[0]["heldout_pass@1"] == plain
 
 
 def test_the_meter_gives_the_numbers_of_a_batch_that_can_be_done_by_hand():
