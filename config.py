@@ -1,4 +1,4 @@
-"""The configuration of a run: its fields, which are the flags of train.py, and what cannot run."""
+"""What the user gives: the configuration of a run, a model, a task; and what is refused."""
 
 import inspect
 import os
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import transformers
 import yaml
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from loss import OBJECTIVES
+from reward import encode_prompt, load_task, task_of
 from rollout import QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16")
@@ -126,3 +128,34 @@ def check_config(cfg: Config) -> None:
         raise Refused(f"{cfg.prompts_per_step} prompts_per_step: give each rank and minibatch one")
     if Path(cfg.out_dir, "config.json").exists() and cfg.out_dir and not cfg.resume:
         raise Refused(f"{cfg.out_dir} holds another run: choose another out_dir, or --resume")
+
+
+def load_model_files(model: str) -> tuple[PreTrainedTokenizerBase, int]:
+    """Tokenizer and context length of a model folder or hub name; ValueError where none is."""
+    if not Path(model).is_dir() and model.count("/") != 1:
+        raise ValueError(f"no model at {model!r}: neither a folder nor a hub name, owner/name")
+    try:
+        context = AutoConfig.from_pretrained(model).max_position_embeddings
+        return AutoTokenizer.from_pretrained(model), context
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_prompts(
+    task: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int, drop: bool = False
+) -> tuple[list[dict[str, str]], list[list[int]]]:
+    """The problems of a task and, beside them, their prompts as token ids.
+
+    A prompt of more than `room` tokens is dropped and counted if `drop`, else a ValueError.
+    """
+    problems = load_task(task, split)
+    prompts = [encode_prompt(tokenizer, p["prompt"], task_of(task).instruction) for p in problems]
+    keep = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+    if len(keep) < len(prompts):
+        count = f"{len(prompts) - len(keep)} of {len(prompts)} {split} prompts of {task}"
+        long = f"{count} have over {room} tokens"
+        if not drop or not keep:
+            raise ValueError(f"{long}: allow longer ones, or drop them with --max_prompt_tokens")
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"dropped: {long}")
+    return [problems[i] for i in keep], [prompts[i] for i in keep]

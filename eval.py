@@ -18,9 +18,9 @@ from pathlib import Path
 if "--verbose" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from reward import encode_prompt, load_task, score, task_of
+from config import load_model_files, load_prompts
+from reward import score, task_of
 from rollout import Engine, init_distributed
 
 
@@ -29,37 +29,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n; got n={n}, c={c}, k={k}")
     return 1 - comb(n - c, k) / comb(n, k)
-
-
-def load_model_files(model: str) -> tuple[PreTrainedTokenizerBase, int]:
-    """Tokenizer and context length of a model folder or hub name; ValueError where none is."""
-    if not Path(model).is_dir() and model.count("/") != 1:
-        raise ValueError(f"no model at {model!r}: neither a folder nor a hub name, owner/name")
-    try:
-        context = AutoConfig.from_pretrained(model).max_position_embeddings
-        return AutoTokenizer.from_pretrained(model), context
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
-
-
-def load_prompts(
-    task: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int, drop: bool = False
-) -> tuple[list[dict[str, str]], list[list[int]]]:
-    """The problems of a task and, beside them, their prompts as token ids.
-
-    A prompt of more than `room` tokens is dropped and counted if `drop`, else a ValueError.
-    """
-    problems = load_task(task, split)
-    prompts = [encode_prompt(tokenizer, p["prompt"], task_of(task).instruction) for p in problems]
-    keep = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-    if len(keep) < len(prompts):
-        count = f"{len(prompts) - len(keep)} of {len(prompts)} {split} prompts of {task}"
-        long = f"{count} have over {room} tokens"
-        if not drop or not keep:
-            raise ValueError(f"{long}: allow longer ones, or drop them with --max_prompt_tokens")
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"dropped: {long}")
-    return [problems[i] for i in keep], [prompts[i] for i in keep]
 
 
 def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:

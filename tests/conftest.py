@@ -104,6 +104,6 @@ def policy(engine):
 @pytest.fixture(scope="session")
 def prompts():
     """The held-out prompts of the embedded task, as token ids."""
-    from eval import load_model_files, load_prompts
+    from config import load_model_files, load_prompts
 
     return load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)[1]

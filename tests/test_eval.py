@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eval import evaluate, load_model_files, load_prompts, pass_at_k
+from config import load_model_files, load_prompts
+from eval import evaluate, pass_at_k
 from reward import score
 
 ROOT = Path(__file__).parents[1]
