@@ -145,6 +145,6 @@ if __name__ == "__main__":
     try:
         main()
     except Refused as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"eval.py: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(f"eval.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:
+        sys.exit("eval.py: interrupted; the same command goes on from the last chunk")
