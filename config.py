@@ -1,14 +1,19 @@
-"""The configuration of a run: its fields, which are the flags of train.py, and what cannot run."""
+"""What the user gives: the flags of train.py and eval.py, a model, a task; and what is refused."""
 
 import inspect
 import os
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import transformers
 import yaml
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from loss import OBJECTIVES
+from reward import encode_prompt, load_task, task_of
 from rollout import QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16")
@@ -16,7 +21,8 @@ DTYPES = ("float32", "bfloat16")
 
 def flag(default, help: str, **choices):
     """A field of Config with its sentence for --help and, where there are some, its choices."""
-    value = {"default_factory": lambda: default} if default == [] else {"default": default}
+    is_list = isinstance(default, list)
+    value = {"default_factory": lambda: list(default)} if is_list else {"default": default}
     return field(**value, metadata={"help": help, **choices})
 
 
@@ -61,17 +67,40 @@ class Config:
     verbose: bool = flag(False, "show the messages of vLLM and torch")
 
 
-POSITIVE = """steps prompts_per_step passes minibatches temperature top_p policy_temperature
-    max_response_tokens learning_rate max_grad_norm micro_batch_tokens kv_cache_gb max_num_seqs"""
+@dataclass
+class EvalConfig:
+    """An evaluation. All but the last five fields decide what is sampled."""
+
+    model: str = flag("tiny", "what to evaluate: a run, a model folder or a hub name")
+    task: list[str] = flag(["tiny"], "one or several tasks, each as train.py takes it")
+    split: str = flag("heldout", "of the tasks", choices=("train", "heldout"))
+    samples: int | None = flag(None, "n, responses to a problem; by default 8, or 1 if greedy")
+    temperature: float = flag(1.0, "of the samples; 0: greedy")
+    top_p: float = flag(1.0, "of the samples")
+    max_response_tokens: int = flag(64, "truncate longer responses")
+    limit: int = flag(0, "only the first problems of each task; 0: all")
+    drop_long: bool = flag(False, "drop and count prompts that leave no room for a response")
+    dtype: str = flag("auto", "of the engine; auto: bfloat16 on CUDA", choices=("auto", *DTYPES))
+    seed: int = flag(0, "of the noise of the samples")
+    out_dir: str = flag("", "what to write into or go on with; by default one for these settings")
+    chunk_responses: int = flag(1024, "of a rank between two writes: what a kill can lose")
+    kv_cache_gb: float = flag(0.25, "the engine's KV cache on a rank")
+    max_num_seqs: int = flag(256, "responses that an engine decodes at once")
+    verbose: bool = flag(False, "show the messages of vLLM and torch")
+
+
+POSITIVE = """steps prompts_per_step passes minibatches temperature top_p policy_temperature samples
+    max_response_tokens learning_rate max_grad_norm micro_batch_tokens kv_cache_gb max_num_seqs
+    chunk_responses"""
 
 
 class Refused(Exception):
     """What the user can act on: its message, one sentence, is all that is printed."""
 
 
-def parse_config(arguments: list[str] | None = None) -> Config:
-    """Defaults, then --config FILE.yaml, then flags. Raises Refused."""
-    parser = transformers.HfArgumentParser(Config, description=__doc__, allow_abbrev=False)
+def parse_config(arguments: list[str] | None = None, kind: type = Config) -> Any:
+    """A Config or EvalConfig: defaults, then --config FILE.yaml, then flags. Raises Refused."""
+    parser = transformers.HfArgumentParser(kind, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", help="a YAML file of these fields")
 
     def refuse(message: str) -> None:
@@ -84,11 +113,11 @@ def parse_config(arguments: list[str] | None = None) -> Config:
         except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())
             raise Refused(f"--config {path} is no YAML file of fields: {reason}") from error
-        if unknown := sorted(recipe.keys() - {f.name for f in fields(Config)}):
+        if unknown := sorted(recipe.keys() - {f.name for f in fields(kind)}):
             raise Refused(f"{path}: no such field: {', '.join(unknown)}")
         parser.set_defaults(**recipe)
     values = vars(parser.parse_args(arguments))
-    return Config(**{name: value for name, value in values.items() if name != "config"})
+    return kind(**{name: value for name, value in values.items() if name != "config"})
 
 
 def hyper_parameters(cfg: Config) -> dict[str, float | str]:
@@ -104,16 +133,21 @@ def hyper_parameters(cfg: Config) -> dict[str, float | str]:
         raise Refused(f"objective_args {given}: {cfg.objective} takes {takes}") from error
 
 
-def check_config(cfg: Config) -> None:
-    """Raises Refused on what cannot run."""
+def check_fields(cfg: Config | EvalConfig, may_be_zero: str = "") -> None:
+    """Raises Refused on a value that is none of its field's choices, or negative, or wrongly 0."""
     for f in fields(cfg):
         value, choices = getattr(cfg, f.name), f.metadata.get("choices", ())
         if choices and value not in choices:  # argparse looks at flags, but not at --config
             raise Refused(f"unknown {f.name} {value!r}: choose one of {', '.join(choices)}")
         if isinstance(value, int | float) and (
-            value < 0 or not value and f.name in POSITIVE.split()
+            value < 0 or not value and f.name in POSITIVE.split() and f.name not in may_be_zero
         ):
             raise Refused(f"{f.name} is {value}: it has to be positive")
+
+
+def check_config(cfg: Config) -> None:
+    """Raises Refused on what cannot run."""
+    check_fields(cfg)
     if cfg.group_size < 2:
         raise Refused(
             f"group_size is {cfg.group_size}: an advantage within a group takes 2 or more"
@@ -126,3 +160,91 @@ def check_config(cfg: Config) -> None:
         raise Refused(f"{cfg.prompts_per_step} prompts_per_step: give each rank and minibatch one")
     if Path(cfg.out_dir, "config.json").exists() and cfg.out_dir and not cfg.resume:
         raise Refused(f"{cfg.out_dir} holds another run: choose another out_dir, or --resume")
+
+
+def check_eval_config(cfg: EvalConfig) -> None:
+    """Raises Refused on what cannot run; decides samples and dtype where the user did not."""
+    check_fields(cfg, may_be_zero="temperature")
+    if not (cfg.temperature == 0 or 0.01 <= cfg.temperature <= 2) or not cfg.top_p <= 1:
+        raise Refused(  # at most 2, and below 0.01 it would use 0.01
+            "vLLM samples at a temperature of 0 (greedy) or 0.01 to 2 and a top_p of at most 1"
+        )
+    if cfg.dtype == "auto":
+        cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    if cfg.samples is None:
+        cfg.samples = 8 if cfg.temperature else 1
+    if cfg.samples > 1 and not cfg.temperature:
+        raise Refused(f"greedy samples are all the same: samples is {cfg.samples}, 1 says it all")
+    cfg.task = [cfg.task] if isinstance(cfg.task, str) else cfg.task  # YAML: task: tiny
+    if len(set(cfg.task)) < len(cfg.task):
+        raise Refused(f"a task is given twice: {' '.join(cfg.task)}")
+
+
+def load_model_files(model: str) -> tuple[PreTrainedTokenizerBase, int]:
+    """Tokenizer and context length of a model folder or hub name; ValueError where none is."""
+    if not Path(model).is_dir() and model.count("/") != 1:
+        raise ValueError(f"no model at {model!r}: neither a folder nor a hub name, owner/name")
+    try:
+        context = AutoConfig.from_pretrained(model).max_position_embeddings
+        return AutoTokenizer.from_pretrained(model), context
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_prompts(
+    task: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int, drop: bool = False
+) -> tuple[list[dict[str, str]], list[list[int]]]:
+    """The problems of a task and, beside them, their prompts as token ids.
+
+    A prompt of more than `room` tokens is dropped and counted if `drop`, else a ValueError.
+    """
+    problems = load_task(task, split)
+    prompts = [encode_prompt(tokenizer, p["prompt"], task_of(task).instruction) for p in problems]
+    keep = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+    if len(keep) < len(prompts):
+        count = f"{len(prompts) - len(keep)} of {len(prompts)} {split} prompts of {task}"
+        long = f"{count} have over {room} tokens"
+        if not drop or not keep:
+            raise ValueError(f"{long}: allow longer ones, or drop them with --max_prompt_tokens")
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"dropped: {long}")
+    return [problems[i] for i in keep], [prompts[i] for i in keep]
+
+
+class Benchmark(NamedTuple):
+    """What is evaluated of a task."""
+
+    problems: list[dict[str, str]]
+    prompts: list[list[int]]  # token ids, one of each problem
+    verifier: str
+    dropped: int  # problems left out: their prompts leave no room for a response
+
+
+def load_evaluation(cfg: EvalConfig) -> tuple[str, dict[str, Benchmark]]:
+    """The folder or hub name of the model and what to evaluate it on, by task. Raises Refused."""
+    check_eval_config(cfg)
+    run = Path(cfg.model, "model")
+    model = str(run) if run.is_dir() else cfg.model
+    try:
+        tokenizer, context = load_model_files(model)
+        return model, {task: load_benchmark(cfg, task, tokenizer, context) for task in cfg.task}
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def load_benchmark(
+    cfg: EvalConfig, task: str, tokenizer: PreTrainedTokenizerBase, context: int
+) -> Benchmark:
+    """The first `limit` problems of a task; ValueError where a prompt is too long to evaluate."""
+    problems, prompts = load_prompts(task, cfg.split, tokenizer, sys.maxsize)
+    first = list(zip(problems, prompts, strict=True))[: cfg.limit or None]
+    room = context - cfg.max_response_tokens
+    keep = [(problem, prompt) for problem, prompt in first if len(prompt) <= room]
+    dropped = len(first) - len(keep)
+    if dropped and not (cfg.drop_long and keep):
+        raise ValueError(
+            f"{dropped} of {len(first)} {cfg.split} prompts of {task} have over {room} tokens, the "
+            f"context of {context} less max_response_tokens: lower these, or --drop_long"
+        )
+    problems, prompts = zip(*keep, strict=True)
+    return Benchmark(list(problems), list(prompts), task_of(task).verifier, dropped)

@@ -1,14 +1,15 @@
-"""Evaluation: pass@k of a policy on a task, sampled by vLLM.
+"""Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
 
     python eval.py --model runs/NAME --task tiny --samples 8    # a run, a model folder, a hub name
-    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k
+    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k math
 
 pass@k is the probability that at least one of k samples is right. From n >= k samples, c of them
 right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
+Every field of EvalConfig (config.py) is a flag. The same command again goes on where it was killed.
+A bfloat16 engine rounds differently in batches of another size, which flips single tokens; in
+float32, the default on CPU, the counts are the same on any number of ranks.
 """
 
-import argparse
-import json
 import os
 import random
 import sys
@@ -17,11 +18,15 @@ from pathlib import Path
 
 if "--verbose" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
+import numpy as np
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from reward import encode_prompt, load_task, score, task_of
+import results
+from config import EvalConfig, Refused, load_evaluation, parse_config
+from reward import score
 from rollout import Engine, init_distributed
+
+RESAMPLES = 10_000  # of the bootstrap: they move an end of an interval by 1% of its width
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -31,35 +36,31 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - comb(n - c, k) / comb(n, k)
 
 
-def load_model_files(model: str) -> tuple[PreTrainedTokenizerBase, int]:
-    """Tokenizer and context length of a model folder or hub name; ValueError where none is."""
-    if not Path(model).is_dir() and model.count("/") != 1:
-        raise ValueError(f"no model at {model!r}: neither a folder nor a hub name, owner/name")
-    try:
-        context = AutoConfig.from_pretrained(model).max_position_embeddings
-        return AutoTokenizer.from_pretrained(model), context
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
+def estimate(correct: dict[str, list[int]], n: int) -> dict:
+    """pass@k of each benchmark and of their mean, k = 1..n, from the right samples by problem.
 
-
-def load_prompts(
-    task: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int, drop: bool = False
-) -> tuple[list[dict[str, str]], list[list[int]]]:
-    """The problems of a task and, beside them, their prompts as token ids.
-
-    A prompt of more than `room` tokens is dropped and counted if `drop`, else a ValueError.
+    Intervals are between the 2.5% and 97.5% quantiles of a bootstrap that resamples the problems of
+    each benchmark, with replacement, each problem with its n samples. As only the number c of right
+    samples counts, a resample is a multinomial draw of how many problems have c = 0, 1, ..., n.
     """
-    problems = load_task(task, split)
-    prompts = [encode_prompt(tokenizer, p["prompt"], task_of(task).instruction) for p in problems]
-    keep = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-    if len(keep) < len(prompts):
-        count = f"{len(prompts) - len(keep)} of {len(prompts)} {split} prompts of {task}"
-        long = f"{count} have over {room} tokens"
-        if not drop or not keep:
-            raise ValueError(f"{long}: allow longer ones, or drop them with --max_prompt_tokens")
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"dropped: {long}")
-    return [problems[i] for i in keep], [prompts[i] for i in keep]
+    table = np.array([[pass_at_k(n, c, k) for k in range(1, n + 1)] for c in range(n + 1)])
+    noise = np.random.default_rng(0)
+    draws = {}  # by benchmark [1 + RESAMPLES, n]: the problems as they are, then the resamples
+    for task, counts in correct.items():
+        problems = np.bincount(counts, minlength=n + 1)  # [n + 1]
+        again = noise.multinomial(len(counts), problems / len(counts), RESAMPLES)
+        draws[task] = np.vstack([problems, again]) @ table / len(counts)
+
+    def summary(draws: np.ndarray) -> dict:
+        low, high = np.quantile(draws[1:], (0.025, 0.975), axis=0)  # [n] each
+        columns = enumerate(zip(draws[0], low, high, strict=True), 1)
+        return {str(k): {"value": v, "interval": [a, b]} for k, (v, a, b) in columns}
+
+    return {
+        "pass@k": {task: summary(d) for task, d in draws.items()},
+        "average": summary(np.mean(list(draws.values()), axis=0)),  # every benchmark counts as one
+        "intervals": f"bootstrap, {RESAMPLES} resamples of the problems, seed 0, percentiles",
+    }
 
 
 def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
@@ -79,20 +80,22 @@ def evaluate(
     verifier: str,
     samples: int = 1,
     seed: int = 0,
+    first: int = 0,
     **sampling,
 ) -> list[int]:
     """How many of `samples` responses to each problem are right; the same list on every rank.
 
-    Each rank takes every world-th problem, with noise that depends on the problem alone.
+    Each rank takes every world-th problem, with noise that depends on the problem alone: `first` is
+    the place of problems[0] in its task. `sampling` as SamplingParams.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    if len(problems) < world:
-        raise ValueError(f"{len(problems)} problems cannot be shared by {world} ranks: use fewer")
-    seeds = noise_seeds(seed, 0, len(problems), samples)[rank::world]
-    rollouts = engine.sample(prompts[rank::world], samples, seeds, **sampling)
-    answers = [problem["answer"] for problem in problems[rank::world] for _ in range(samples)]
-    rewards = score(rollouts.text, answers, verifier)
-    mine = [round(sum(rewards[i : i + samples])) for i in range(0, len(rewards), samples)]
+    mine: list[int] = []
+    if rank < len(problems):
+        seeds = noise_seeds(seed, first, len(problems), samples)[rank::world]
+        texts = engine.sample(prompts[rank::world], samples, seeds, **sampling).text
+        answers = [problem["answer"] for problem in problems[rank::world] for _ in range(samples)]
+        rewards = score(texts, answers, verifier)
+        mine = [round(sum(rewards[i : i + samples])) for i in range(0, len(rewards), samples)]
     everyone: list = [None] * world
     dist.all_gather_object(everyone, mine)
     correct = [0] * len(problems)
@@ -102,51 +105,46 @@ def evaluate(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", default="tiny", help="a run, a model folder or a hub name")
-    parser.add_argument("--task", default="tiny")
-    parser.add_argument("--split", default="heldout", choices=("train", "heldout"))
-    parser.add_argument("--samples", type=int, default=8, help="n, responses to each problem")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--max_response_tokens", type=int, default=64)
-    parser.add_argument("--limit", type=int, default=0, help="only the first problems; 0 is all")
-    parser.add_argument("--kv_cache_gb", type=float, default=0.25)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", help="JSON file to write; default eval-TASK.json beside the model")
-    parser.add_argument("--verbose", action="store_true")
-    args = parser.parse_args()
-    run = Path(args.model, "model")
-    model = str(run) if run.is_dir() else args.model
-    tokenizer, context = load_model_files(model)
-    room = context - args.max_response_tokens
-    problems, prompts = load_prompts(args.task, args.split, tokenizer, room)
-    problems, prompts = problems[: args.limit or None], prompts[: args.limit or None]
+    # What the user can get wrong comes first, before anything slow is built.
+    cfg = parse_config(kind=EvalConfig)
+    model, benchmarks = load_evaluation(cfg)
+    correct = {}
+    if int(os.environ.get("RANK", 0)) == 0:
+        settings = results.settings_of(cfg, model, benchmarks)
+        out = Path(cfg.out_dir or results.default_folder(settings))
+        correct = results.begin_or_resume(out / "problems.jsonl", settings)
 
     init_distributed()
-    length = max(map(len, prompts)) + args.max_response_tokens
-    engine = Engine(model, length, kv_cache_gb=args.kv_cache_gb, verbose=args.verbose)
-    sampling = dict(
-        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_response_tokens
-    )
-    verifier = task_of(args.task).verifier
-    correct = evaluate(engine, problems, prompts, verifier, args.samples, args.seed, **sampling)
-    if dist.get_rank() == 0:
-        ks = sorted({min(2**i, args.samples) for i in range(args.samples.bit_length() + 1)})
-        table = {k: sum(pass_at_k(args.samples, c, k) for c in correct) / len(correct) for k in ks}
-        print(f"{args.task} {args.split}, {len(problems)} problems, {args.samples} samples each")
-        for k, value in table.items():
-            print(f"pass@{k:<6}{value:.4f}")
-        out = Path(args.out or f"eval-{Path(args.task).name}.json")
-        result = vars(args) | {"pass@k": table, "correct": correct}
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    engine.close()
+    dist.broadcast_object_list(shared := [correct])  # other nodes may not see the folder
+    correct, rank, world = shared[0], dist.get_rank(), dist.get_world_size()
+    prompts = [prompt for b in benchmarks.values() for prompt in b.prompts]
+    engine = None
+    if sum(map(len, correct.values())) < len(prompts):
+        length = max(map(len, prompts)) + cfg.max_response_tokens
+        options = dict(dtype=cfg.dtype, kv_cache_gb=cfg.kv_cache_gb, max_num_seqs=cfg.max_num_seqs)
+        engine = Engine(model, length, verbose=cfg.verbose, **options)
+    sampling = dict(temperature=cfg.temperature, top_p=cfg.top_p)
+    sampling["max_tokens"] = cfg.max_response_tokens
+    size = world * max(1, cfg.chunk_responses // cfg.samples)  # problems of a chunk
+    for task, (problems, prompts, verifier, _) in benchmarks.items():
+        while (first := len(correct[task])) < len(problems):
+            chunk = problems[first : first + size], prompts[first : first + size]
+            counts = evaluate(engine, *chunk, verifier, cfg.samples, cfg.seed, first, **sampling)
+            correct[task] += counts
+            if rank == 0:
+                results.append(out / "problems.jsonl", task, first, counts)
+                share = sum(done := correct[task]) / len(done) / cfg.samples
+                print(f"{task}: {len(done)} of {len(problems)}, pass@1 {share:.3f}", flush=True)
+    if rank == 0:
+        print("\n" + results.write_report(out, settings, estimate(correct, cfg.samples), correct))
+        print(f"{out}: results.json, results.md, problems.jsonl")
+    engine.close() if engine else dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
-        sys.exit(f"eval.py: {error}")
+    except Refused as error:
+        sys.exit(f"eval.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:
+        sys.exit("eval.py: interrupted; the same command goes on from the last chunk")

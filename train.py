@@ -25,8 +25,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from config import Config, Refused, check_config, hyper_parameters, parse_config
-from eval import evaluate, load_model_files, load_prompts, noise_seeds
+from config import (
+    Config,
+    Refused,
+    check_config,
+    hyper_parameters,
+    load_model_files,
+    load_prompts,
+    parse_config,
+)
+from eval import evaluate, noise_seeds
 from log import Log
 from loss import OBJECTIVES, batch_quantities, effective_sample_size, group_advantage
 from policy import Policy, build_policy, full_weights, load_checkpoint, save_checkpoint

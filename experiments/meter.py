@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from eval import load_model_files
+from config import load_model_files
 from loss import KL_ESTIMATORS, effective_sample_size
 from policy import Policy
 from reward import encode_prompt

@@ -6,9 +6,13 @@ The first vLLM engine in this process takes 10 s to build, each further one less
 import importlib.util
 import inspect
 import json
+import os
 from pathlib import Path
 
 import pytest
+
+# OpenMP reads it when torch is imported: threads that spin while they wait starve the other ranks.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 KEPT = []  # engines: one that is collected as garbage takes the process group with it
 LOSS = Path(__file__).parents[1] / "loss.py"
@@ -104,7 +108,7 @@ def policy(engine):
 @pytest.fixture(scope="session")
 def prompts():
     """The held-out prompts of the embedded task, as token ids."""
-    from eval import load_model_files, load_prompts
+    from config import load_model_files, load_prompts
 
     return load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)[1]
 
