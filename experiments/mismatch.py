@@ -49,6 +49,12 @@ OBJECTIVES = {
     "tis": ["--objective=tis"],
     "m2po": ["--objective=m2po"],
 }
+ABLATIONS = {  # a name of ablations.py and flags; micro-batches are cut by length, so they differ
+    "no KL": ["cap_without_kl"],
+    "no cap": ["kl_without_cap"],
+    "e_B of a micro-batch": ["ess_of_micro_batch", "--micro_batch_tokens=3000"],
+    "fixed e_B": ["fixed_ess", "--objective_args", "level=0.95"],
+}
 EVERYWHERE = ["p3o", "grpo 0.2", "reinforce"]
 WHERE_IT_BREAKS = ["T = 0.6", "T = 1.4", "lag 16", "16 updates"]
 LEARNING_RATE, LARGER = 2e-4, 1e-3  # the first chosen by --grid learning_rate
@@ -73,7 +79,9 @@ def cells(grid: str) -> list[Cell]:
     shown = [(s, o) for s in WHERE_IT_BREAKS for o in EVERYWHERE]
     larger = [("on-policy", o) for o in OBJECTIVES] + shown
     plan += [(*cell, LARGER, seed) for seed in range(3) for cell in larger]
-    return plan + [(*cell, LEARNING_RATE, seed) for seed in (3, 4) for cell in shown]
+    plan += [(*cell, LEARNING_RATE, seed) for seed in (3, 4) for cell in shown]
+    ablated = [(s, o) for s in WHERE_IT_BREAKS for o in ABLATIONS]
+    return plan + [(*cell, LEARNING_RATE, seed) for seed in range(3) for cell in ablated]
 
 
 def finished(results: Path) -> Iterator[Cell]:
@@ -87,11 +95,12 @@ def finished(results: Path) -> Iterator[Cell]:
 def run(cell: Cell) -> dict:
     """One run of train.py; its configuration, commit and metrics, metric by metric."""
     setting, objective, learning_rate, seed = cell
-    flags = [*SETTINGS[setting], *OBJECTIVES[objective]]
+    script = ["experiments/ablations.py"] if objective in ABLATIONS else ["train.py"]
+    flags = [*script, *(OBJECTIVES | ABLATIONS)[objective], *SETTINGS[setting]]
     flags += [f"--learning_rate={learning_rate}", f"--seed={seed}", f"--steps={STEPS}"]
     start = time.time()
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "train.py", f"--out_dir={out}/run", *flags]
+        command = [sys.executable, *flags, f"--out_dir={out}/run"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         path = Path(out, "run", "metrics.jsonl")
         rows = [json.loads(line) for line in open(path)] if path.exists() else []
@@ -102,7 +111,7 @@ def run(cell: Cell) -> dict:
         "objective": objective,
         "learning_rate": learning_rate,
         "seed": seed,
-        "command": f"python train.py {' '.join(flags)}",
+        "command": f"python {' '.join(flags)}",
         "commit": subprocess.check_output(git, text=True).strip(),
         "seconds": round(time.time() - start, 1),
         # A run that stopped itself, on a number that is not finite, keeps what it had.

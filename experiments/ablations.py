@@ -1,0 +1,60 @@
+"""train.py with a part of P3O taken out: what are the cap and the KL each good for?
+
+    python experiments/ablations.py cap_without_kl --lag 16 --out_dir runs/cap
+    python experiments/ablations.py fixed_ess --objective_args level=0.9 --lag 16
+
+The first argument is the name of a function below, which takes the place of p3o; the other ones are
+those of train.py.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import loss
+from loss import Count, Loss, p3o_loss, tis
+
+
+def cap_without_kl(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    ess: Count = None, token_count: Count = None,
+) -> Loss:  # fmt: skip
+    """Equation (3) alone: the ratio is capped at e_B, nothing pulls back to pi_b."""
+    return tis(logp, logp_behavior, advantage, mask, C=float(ess), token_count=token_count)
+
+
+def kl_without_cap(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    ess: Count = None, token_count: Count = None,
+) -> Loss:  # fmt: skip
+    """Equation (5) with rho in place of min(rho, e_B)."""
+    free, _ = tis(logp, logp_behavior, advantage, mask, C=float("inf"), token_count=token_count)
+    batch = {"ess": ess, "token_count": token_count}
+    pull, stats = p3o_loss(logp, logp_behavior, 0 * advantage, mask, **batch)  # (1 - e_B) L_kl
+    return free + pull, stats | {"loss": (free + pull).detach(), "capped": 0 * pull.detach()}
+
+
+def ess_of_micro_batch(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    ess: Count = None, token_count: Count = None,
+) -> Loss:  # fmt: skip
+    """e_B of each micro-batch, as in the authors' code: micro_batch_tokens makes several."""
+    return p3o_loss(logp, logp_behavior, advantage, mask, token_count=token_count)
+
+
+def fixed_ess(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    ess: Count = None, token_count: Count = None, level: float = 1.0,
+) -> Loss:  # fmt: skip
+    """P3O with a constant in place of e_B, such as its mean over the steps of a P3O run."""
+    return p3o_loss(logp, logp_behavior, advantage, mask, ess=level, token_count=token_count)
+
+
+ABLATIONS = {f.__name__: f for f in (cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess)}
+
+if __name__ == "__main__":
+    loss.OBJECTIVES["p3o"] = ABLATIONS[sys.argv.pop(1)]
+    runpy.run_path(f"{sys.path[0]}/train.py", run_name="__main__")
