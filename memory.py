@@ -39,7 +39,7 @@ def phases(
     """{phase: {what: bytes}} of one rank of `ranks` on its node; device: "cuda" or "cpu".
 
     The sum of a phase estimates its peak. Weights, gradient, moments and KV cache are exact; the
-    rest was within -5 and +20 % of what torch allocates on CPU (tests/test_memory.py).
+    rest was at most 5 % below what torch allocates on CPU, and mostly above (tests/test_memory.py).
     """
     with torch.device("meta"):  # shapes without memory
         model = transformers.AutoModelForCausalLM.from_config(config)
