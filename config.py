@@ -64,6 +64,8 @@ class Config:
     save_every: int = flag(0, "steps between checkpoints; 0: none")
     resume: bool = flag(False, "go on from the newest checkpoint of out_dir")
     seed: int = flag(0, "of the order of the problems and the noise of the samples")
+    dry_run: bool = flag(False, "print the memory that the run would take, and load nothing")
+    device_memory_gb: float = flag(0.0, "of the GPU that a dry_run without one is for; 0: this CPU")
     verbose: bool = flag(False, "show the messages of vLLM and torch")
 
 

@@ -2,6 +2,7 @@
 
     torchrun train.py                                     # the embedded default, on two CPU cores
     torchrun --nproc-per-node 8 train.py --config recipes/NAME.yaml --out_dir runs/NAME
+    torchrun --nproc-per-node 8 train.py --config recipes/NAME.yaml --dry_run    # does it fit?
 
 Every field of Config is a flag of the same name. A run writes out_dir/{config.json, metrics.jsonl,
 samples.jsonl, curves.png, checkpoints/, model/} and never into the folder of another run.
@@ -37,6 +38,7 @@ from config import (
 from eval import evaluate, noise_seeds
 from log import Log
 from loss import OBJECTIVES, batch_quantities, effective_sample_size, group_advantage
+from memory import dry_run
 from policy import Policy, build_policy, full_weights, load_checkpoint, save_checkpoint
 from reward import score, task_of
 from rollout import Engine, Rollouts, init_distributed
@@ -183,6 +185,10 @@ def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_config()
     check_config(cfg)
+    if cfg.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            print(dry_run(cfg, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        return
     try:
         tokenizer, context = load_model_files(cfg.model)
         room, drop = (
