@@ -48,7 +48,6 @@ def phases(
     layer = sum(p.numel() for p in layers[0].parameters())
     root = sum(numel) - layer * len(layers)  # embedding, final norm, head
     linear = sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
-    saved = sum(weight.numel() for weight in model.state_dict().values())
     head = model.get_output_embeddings().weight.numel()
     # FSDP2 cuts the first dimension of each parameter, and pads it to a multiple of the ranks.
     shard = sum(-(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters())
@@ -106,8 +105,8 @@ def phases(
         "update": asleep | update | {"at work on a layer or the head": max(at_layer, at_head)},
         # full_weights gathers one weight at a time, twice, and rounds it; the cache wakes later.
         "sync": trainer | weights | asleep | {"one weight, gathered": (8 + e) * max(numel)},
-        # At the end of a run, a tied head twice; a single rank has all weights already.
-        "export": trainer | awake | ({"all weights to save": 4 * saved} if ranks > 1 else {}),
+        # At the end of a run; a single rank has all weights already.
+        "export": trainer | awake | ({"one weight, gathered": 4 * max(numel)} if ranks > 1 else {}),
     }
 
 

@@ -288,7 +288,8 @@ def main() -> None:
             save_checkpoint(cfg, done, policy, optimizer, schedule, queue)
         if stopped:
             raise Refused(f"stopped by signal {int(stopped)} after step {done}: --resume goes on")
-    weights = dict(full_weights(policy))
+    # Gathered one by one on the device, and kept in rank 0's main memory alone.
+    weights = {name: weight.cpu() for name, weight in full_weights(policy) if rank == 0}
     if rank == 0:
         policy.model.save_pretrained(Path(cfg.out_dir, "model"), state_dict=weights)
         tokenizer.save_pretrained(Path(cfg.out_dir, "model"))
