@@ -56,13 +56,15 @@ class Config:
     eval_every: int = flag(10, "steps between evaluations; 0: before and after")
     eval_problems: int = flag(512, "held-out problems to evaluate on; 0: all")
     save_every: int = flag(0, "steps between checkpoints; 0: none")
+    keep_checkpoints: int = flag(2, "how many of the newest checkpoints stay")
     resume: bool = flag(False, "go on from the newest checkpoint of out_dir")
     seed: int = flag(0, "of the order of the problems and the noise of the samples")
     verbose: bool = flag(False, "show the messages of vLLM and torch")
 
 
 POSITIVE = """steps prompts_per_step passes minibatches temperature top_p policy_temperature
-    max_response_tokens learning_rate max_grad_norm micro_batch_tokens kv_cache_gb max_num_seqs"""
+    max_response_tokens learning_rate max_grad_norm micro_batch_tokens kv_cache_gb max_num_seqs
+    keep_checkpoints"""
 
 
 class Refused(Exception):
