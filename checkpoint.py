@@ -21,7 +21,7 @@ from policy import Policy
 from rollout import Rollouts
 
 # A resumed run may change what it does not learn from. (The sizes of batches do round otherwise.)
-MAY_DIFFER = """out_dir steps eval_every save_every keep_checkpoints resume verbose
+MAY_DIFFER = """out_dir steps eval_every save_every keep_checkpoints resume report_to verbose
     micro_batch_tokens kv_cache_gb max_num_seqs"""
 
 

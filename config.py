@@ -3,6 +3,7 @@
 import inspect
 import os
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import transformers
@@ -12,6 +13,7 @@ from loss import OBJECTIVES
 from rollout import QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16")
+REPORTS = ("wandb", "tensorboard")
 
 
 def flag(default, help: str, **choices):
@@ -58,6 +60,7 @@ class Config:
     save_every: int = flag(0, "steps between checkpoints; 0: none")
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints stay")
     resume: bool = flag(False, "go on from the newest checkpoint of out_dir")
+    report_to: str = flag("none", "besides metrics.jsonl", choices=("none", *REPORTS))
     seed: int = flag(0, "of the order of the problems and the noise of the samples")
     verbose: bool = flag(False, "show the messages of vLLM and torch")
 
@@ -121,6 +124,9 @@ def check_config(cfg: Config) -> None:
             f"group_size is {cfg.group_size}: an advantage within a group takes 2 or more"
         )
     hyper_parameters(cfg)
+    spec = find_spec(cfg.report_to) if cfg.report_to in REPORTS else None
+    if cfg.report_to in REPORTS and (spec is None or spec.origin is None):  # None: just a folder
+        raise Refused(f"report_to {cfg.report_to} needs a package: pip install {cfg.report_to}")
     if max(cfg.temperature, cfg.policy_temperature) > 2 or cfg.top_p > 1:
         raise Refused("vLLM samples at a temperature of at most 2 and a top_p of at most 1")
     world = int(os.environ.get("WORLD_SIZE", 1))

@@ -6,9 +6,11 @@ Rank 0 writes into out_dir, each line whole or not at all: an interrupted run le
 import json
 import resource
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ class Log:
             whole = [line for line in open(path) if line.endswith("\n")]
             kept = [line for line in whole if json.loads(line)["step"] <= start]
             write_whole(path, "".join(kept))
+        self.report = reporter(cfg, start)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -47,6 +50,7 @@ class Log:
         if dist.get_rank() == 0:
             row = {"step": 0, "heldout_pass@1": pass_at_1}
             self.append("metrics.jsonl", row)
+            self.report(row)
             print(f"step    0  held-out pass@1 {pass_at_1:.3f}", flush=True)
 
     def step(
@@ -91,6 +95,7 @@ class Log:
             sample = {"step": step, "reward": reward[i].item(), "prompt": prompt}
             self.append("samples.jsonl", sample | {"response": rollouts.text[i]})
         self.append("metrics.jsonl", row)  # the last: where it stands, the step is done
+        self.report(row)
         self.seconds.clear()
         print(
             f"step {step:4d}  reward {row['reward']:.3f}  e_B {row['ess']:.4f}  "
@@ -122,6 +127,33 @@ def write_whole(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     new.replace(path)
+
+
+def reporter(cfg: Config, start: int) -> Callable[[dict], None]:
+    """What takes a row of metrics to cfg.report_to, and forgets what follows step `start` there."""
+    out = Path(cfg.out_dir)
+    if cfg.report_to == "wandb":
+        import wandb
+
+        if not (out / "wandb_id").exists():  # by which a resumed run finds itself
+            (out / "wandb_id").write_text(uuid.uuid4().hex)
+        options = dict(id=(out / "wandb_id").read_text(), name=out.name, dir=out, resume="allow")
+        # It ignores a step that it has already: a resumed run would say the same of it.
+        run = wandb.init(project="p3o", config=asdict(cfg), **options)
+        return lambda row: run.log(row, step=row["step"])
+    if cfg.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(out, purge_step=start + 1 if cfg.resume else None)
+
+        def report(row: dict) -> None:
+            for name, value in row.items():
+                if isinstance(value, float):  # neither the step nor a text
+                    writer.add_scalar(name, value, row["step"])
+            writer.flush()  # a run may end without a farewell
+
+        return report
+    return lambda row: None
 
 
 def draw_curves(rows: list[dict], path: Path) -> None:
