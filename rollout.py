@@ -138,7 +138,7 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        if not self.llm.reset_prefix_cache():  # of old weights, or (it rounds) lost by a restart
+        if not self.llm.reset_prefix_cache():  # of old weights, or lost by a restart: it may round
             raise RuntimeError("vLLM kept its prefix cache: is another thread sampling?")
         sampling |= dict(n=n, logprobs=0, flat_logprobs=True, detokenize=False)  # the token's own
         outputs = self.llm.generate(
