@@ -41,7 +41,8 @@ def check_resume(cfg: Config) -> None:
     if other := sorted(name for name in same if stored.get(name) != getattr(cfg, name)):
         values = ", ".join(f"{n} was {stored.get(n)!r}, is {getattr(cfg, n)!r}" for n in other)
         raise Refused(f"--resume: not the configuration of {run}: {values}")
-    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    log = run / "metrics.jsonl"  # which a run that was killed early has not begun
+    rows = log.read_text().splitlines(keepends=True) if log.exists() else []
     done = max((json.loads(row)["step"] for row in rows if row.endswith("\n")), default=0)
     if done >= cfg.steps:  # the last line comes after model/
         raise Refused(f"--resume: {run} is finished, {done} steps are done; give it more --steps")

@@ -6,7 +6,7 @@ is null or the folder to which out_dir is copied afterwards. Prints a JSON list 
 printed, its exit code or minus the signal that ended it].
 
 Every run is a process of its own, forked where train.py and vllm are imported, which takes longer
-than a short run, and nothing else has happened: no thread, no engine, no process group.
+than a short run, and nothing else has happened: there is no engine and no process group yet.
 """
 
 import json

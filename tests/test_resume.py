@@ -51,24 +51,25 @@ def start_lives(tmp, core, runs):
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
-    """Runs left alone and runs killed again and again, with lag and without:
-    (folder, [what each printed, exit code] of both kinds)."""
+    """Runs killed again and again, with lag and without, and runs left alone:
+    (folder, [what each printed, exit code] of the killed run with lag, and of the others)."""
     tmp = tmp_path_factory.mktemp("lives")
     run, again = flags(LAGGED, tmp / "lagged"), flags(LAGGED, tmp / "lagged", "--resume")
     lagged = [
-        [flags(LAGGED, tmp / "lagged-alone", "--keep_checkpoints=9"), None, None],
         [run, ["SIGTERM", "rollout", 1], tmp / "lagged-1"],
         [again, ["SIGKILL", "rollout", 4], tmp / "lagged-2"],
         [again, ["SIGKILL", "update", 6], tmp / "lagged-3"],
         [again, ["SIGKILL", "save", 6], tmp / "lagged-4"],
         [again, None, None],
     ]
-    fresh = [
+    alone = flags(LAGGED, tmp / "lagged-alone", "--keep_checkpoints=9")
+    others = [
+        [alone, None, None],
         [flags(FRESH, tmp / "fresh-alone"), None, None],
         [flags(FRESH, tmp / "fresh"), ["SIGKILL", "update", 4], None],
         [flags(FRESH, tmp / "fresh", "--resume"), None, None],
     ]
-    started = [start_lives(tmp, core, runs) for core, runs in enumerate((lagged, fresh))]
+    started = [start_lives(tmp, core, runs) for core, runs in enumerate((lagged, others))]
     ends = []
     for process in started:
         out, errors = process.communicate()
@@ -95,7 +96,7 @@ def names(out_dir):
 
 
 def test_sigterm_finishes_the_step_saves_it_and_exits(lives):
-    tmp, (_, (printed, code), *_), _ = lives
+    tmp, ((printed, code), *_), _ = lives
     assert code == 1 and "stopped by signal 15 after step 1: --resume goes on" in printed
     assert names(tmp / "lagged-1") == ["step-000001"]
     assert metrics(tmp / "lagged-1") == metrics(tmp / "lagged-alone")[:2]
@@ -113,7 +114,7 @@ def test_after_kill_9_complete_checkpoints_and_whole_lines_are_there(
     life, phase, last_line, left, lives
 ):
     tmp, ends, _ = lives
-    assert ends[life][1] == -signal.SIGKILL, ends[life][0]
+    assert ends[life - 1][1] == -signal.SIGKILL, ends[life - 1][0]
     rows = metrics(tmp / f"lagged-{life}")
     assert rows == metrics(tmp / "lagged-alone")[: last_line + 1]  # each life's lines, none twice
     assert names(tmp / f"lagged-{life}") == left
@@ -125,8 +126,8 @@ def test_after_kill_9_complete_checkpoints_and_whole_lines_are_there(
 
 @pytest.mark.parametrize("run", ["lagged", "fresh"])
 def test_resumed_on_one_rank_it_equals_the_run_left_alone_bit_for_bit(run, lives):
-    tmp, *ends = lives
-    assert all(end[-1][1] == end[0][1] == 0 for end in ends), ends
+    tmp, lagged, others = lives
+    assert [code for _, code in [lagged[-1], *others]] == [0, 0, 0, -signal.SIGKILL, 0], lives
     assert metrics(tmp / run) == metrics(tmp / f"{run}-alone")
     for name in "samples.jsonl", "model/model.safetensors":
         assert (tmp / run / name).read_bytes() == (tmp / f"{run}-alone" / name).read_bytes(), name
@@ -135,7 +136,7 @@ def test_resumed_on_one_rank_it_equals_the_run_left_alone_bit_for_bit(run, lives
 
 @pytest.fixture(scope="module")
 def two_ranks(lives):
-    """The run killed while it saved step 6, resumed by two ranks with more steps to do; at step 7
+    """The run killed while it saved step 6, resumed by two ranks with more steps to do; at step 8
     torchrun, and torchrun alone, gets SIGTERM: (folder, what was printed)."""
     out = lives[0] / "two-ranks"
     shutil.copytree(lives[0] / "lagged-4", out)
@@ -151,7 +152,7 @@ def two_ranks(lives):
     printed = []
     for line in process.stdout:
         printed.append(line)
-        if line.startswith("step    7"):
+        if line.startswith("step    8"):
             process.send_signal(signal.SIGTERM)  # as Slurm and Kubernetes do
     assert process.wait() != 0
     return out, "".join(printed)
@@ -161,8 +162,9 @@ def test_resumed_on_two_ranks_it_does_the_same_to_rounding(lives, two_ranks):
     alone, two = metrics(lives[0] / "lagged-alone"), metrics(two_ranks[0])
     assert two[:5] == alone[:5]  # before the checkpoint
     for a, b in zip(alone[5:], two[5:9], strict=True):
-        for name in "step", "weight_version", "reward", "response_tokens", "groups_with_signal":
-            assert b[name] == pytest.approx(a[name], rel=1e-6) if name != "weight_version" else True
+        assert (b["step"], b["weight_version"]) == (a["step"], a["weight_version"])
+        for name in "reward", "response_tokens", "groups_with_signal":
+            assert b[name] == pytest.approx(a[name], rel=1e-6), name
         for name in "ess", "grad_norm", "entropy", "loss", "learning_rate":
             assert b[name] == pytest.approx(a[name], rel=1e-3), name
 
@@ -177,10 +179,9 @@ def test_torchrun_passes_a_sigterm_on_and_waits_for_the_checkpoint(two_ranks):
 def test_a_checkpoint_of_two_ranks_has_what_a_checkpoint_of_one_has(lives, two_ranks, group):
     states = []
     for out in lives[0] / "lagged-alone", two_ranks[0]:
-        for later in checkpoints(out)[
-            [p.name for p in checkpoints(out)].index("step-000008") + 1 :
-        ]:
-            shutil.rmtree(later)
+        for later in checkpoints(out):
+            if later.name > "step-000008":
+                shutil.rmtree(later)
         cfg = Config(**LAGGED, out_dir=str(out))
         policy = build_policy(cfg, group)
         optimizer = torch.optim.AdamW(policy.parameters())
@@ -227,6 +228,16 @@ def test_merging_the_shares_of_any_number_of_ranks_gives_the_step_in_order_of_pl
 
 
 # Files
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_newest_checkpoint_that_loads(tmp_path):
+    command = [sys.executable, ROOT / "tests/save_until_killed.py", str(tmp_path), "5"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    left = [line.split() for line in done.stdout.splitlines()]
+    assert len(left) == 5 and any("unfinished" in names for names in left), left
+    assert all(1 <= len(names) <= 4 for names in left)  # two kept, a third for a moment
 
 
 def test_the_last_k_checkpoints_are_kept_and_an_unfinished_one_is_overwritten(group, tmp_path):
@@ -301,6 +312,8 @@ def test_a_finished_run_says_so(checkpoint, tmp_path, monkeypatch):
 def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch):
     stored_run(tmp_path, checkpoint=False)
     (tmp_path / "checkpoints/unfinished").mkdir(parents=True)
+    assert "no complete checkpoint" in refusal({"out_dir": tmp_path}, monkeypatch)
+    (tmp_path / "metrics.jsonl").unlink()  # killed before its first line
     assert "no complete checkpoint" in refusal({"out_dir": tmp_path}, monkeypatch)
 
 
