@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from reward import encode_prompt, load_task, task_of
 from rollout import QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16")
+REPORTS = ("wandb", "tensorboard")
 
 
 def flag(default, help: str, **choices):
@@ -62,7 +64,9 @@ class Config:
     eval_every: int = flag(10, "steps between evaluations; 0: before and after")
     eval_problems: int = flag(512, "held-out problems to evaluate on; 0: all")
     save_every: int = flag(0, "steps between checkpoints; 0: none")
+    keep_checkpoints: int = flag(2, "how many of the newest checkpoints stay")
     resume: bool = flag(False, "go on from the newest checkpoint of out_dir")
+    report_to: str = flag("none", "besides metrics.jsonl", choices=("none", *REPORTS))
     seed: int = flag(0, "of the order of the problems and the noise of the samples")
     dry_run: bool = flag(False, "print the memory that the run would take, and load nothing")
     device_memory_gb: float = flag(0.0, "of the GPU that a dry_run without one is for; 0: this CPU")
@@ -93,7 +97,7 @@ class EvalConfig:
 
 POSITIVE = """steps prompts_per_step passes minibatches temperature top_p policy_temperature samples
     max_response_tokens learning_rate max_grad_norm micro_batch_tokens kv_cache_gb max_num_seqs
-    chunk_responses"""
+    chunk_responses keep_checkpoints"""
 
 
 class Refused(Exception):
@@ -155,6 +159,9 @@ def check_config(cfg: Config) -> None:
             f"group_size is {cfg.group_size}: an advantage within a group takes 2 or more"
         )
     hyper_parameters(cfg)
+    spec = find_spec(cfg.report_to) if cfg.report_to in REPORTS else None
+    if cfg.report_to in REPORTS and (spec is None or spec.origin is None):  # None: just a folder
+        raise Refused(f"report_to {cfg.report_to} needs a package: pip install {cfg.report_to}")
     if max(cfg.temperature, cfg.policy_temperature) > 2 or cfg.top_p > 1:
         raise Refused("vLLM samples at a temperature of at most 2 and a top_p of at most 1")
     world = int(os.environ.get("WORLD_SIZE", 1))

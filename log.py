@@ -6,15 +6,18 @@ Rank 0 writes into out_dir, each line whole or not at all: an interrupted run le
 import json
 import resource
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from config import Config
 from rollout import Rollouts
 
 PHASES = ("rollout", "reward", "update", "sync")
@@ -23,9 +26,17 @@ PHASES = ("rollout", "reward", "update", "sync")
 class Log:
     """Collects the seconds of the phases of a step, then writes what the step did."""
 
-    def __init__(self, out_dir: str, group_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.out, self.group_size, self.tokenizer = Path(out_dir), group_size, tokenizer
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, start: int) -> None:
+        """Forget what a run that resumes at step `start` has written of later steps."""
+        self.out, self.group_size, self.tokenizer = Path(cfg.out_dir), cfg.group_size, tokenizer
         self.seconds: dict[str, float] = defaultdict(float)
+        if dist.get_rank() > 0:
+            return
+        for path in (self.out / "metrics.jsonl", self.out / "samples.jsonl") if cfg.resume else ():
+            whole = [line for line in open(path) if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= start]
+            write_whole(path, "".join(kept))
+        self.report = reporter(cfg, start)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -37,7 +48,9 @@ class Log:
     def begin(self, pass_at_1: float) -> None:
         """The line of step 0: the policy before training."""
         if dist.get_rank() == 0:
-            self.append("metrics.jsonl", {"step": 0, "heldout_pass@1": pass_at_1})
+            row = {"step": 0, "heldout_pass@1": pass_at_1}
+            self.append("metrics.jsonl", row)
+            self.report(row)
             print(f"step    0  held-out pass@1 {pass_at_1:.3f}", flush=True)
 
     def step(
@@ -77,11 +90,12 @@ class Log:
             row["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if pass_at_1 is not None:
             row["heldout_pass@1"] = pass_at_1
-        self.append("metrics.jsonl", row)
         for i in range(0, min(2 * self.group_size, len(rollouts.text)), self.group_size):
             prompt = self.tokenizer.decode(rollouts.tokens[i, : rollouts.prompt_length[i]])
             sample = {"step": step, "reward": reward[i].item(), "prompt": prompt}
             self.append("samples.jsonl", sample | {"response": rollouts.text[i]})
+        self.append("metrics.jsonl", row)  # the last: where it stands, the step is done
+        self.report(row)
         self.seconds.clear()
         print(
             f"step {step:4d}  reward {row['reward']:.3f}  e_B {row['ess']:.4f}  "
@@ -106,6 +120,40 @@ class Log:
             print(f"seconds in {phase:13}{'':8}{sum(r[f'{phase}_seconds'] for r in steps):8.1f}")
         draw_curves(rows, self.out / "curves.png")
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file: whoever reads it, after a kill too, finds the old text or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def reporter(cfg: Config, start: int) -> Callable[[dict], None]:
+    """What takes a row of metrics to cfg.report_to, and forgets what follows step `start` there."""
+    out = Path(cfg.out_dir)
+    if cfg.report_to == "wandb":
+        import wandb
+
+        if not (out / "wandb_id").exists():  # by which a resumed run finds itself
+            (out / "wandb_id").write_text(uuid.uuid4().hex)
+        options = dict(id=(out / "wandb_id").read_text(), name=out.name, dir=out, resume="allow")
+        # It ignores a step that it has already: a resumed run would say the same of it.
+        run = wandb.init(project="p3o", config=asdict(cfg), **options)
+        return lambda row: run.log(row, step=row["step"])
+    if cfg.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(out, purge_step=start + 1 if cfg.resume else None)
+
+        def report(row: dict) -> None:
+            for name, value in row.items():
+                if isinstance(value, float):  # neither the step nor a text
+                    writer.add_scalar(name, value, row["step"])
+            writer.flush()  # a run may end without a farewell
+
+        return report
+    return lambda row: None
 
 
 def draw_curves(rows: list[dict], path: Path) -> None:

@@ -1,19 +1,14 @@
-"""The policy: the trainer's side of the ratio (1), its shards, and its checkpoints."""
+"""The policy: the trainer's side of the ratio (1), and its shards."""
 
-import shutil
-from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from config import Config, Refused
+from config import Config
 from rollout import Rollouts
 
 
@@ -68,34 +63,3 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and weights as transformers and vLLM know them, gathered one by one: a collective."""
     for name, weight in policy.model.state_dict().items():  # named_parameters() omits a tied head
         yield name, weight.full_tensor()
-
-
-def save_checkpoint(cfg: Config, step: int, policy, optimizer, schedule, queue: deque) -> None:
-    """checkpoints/step-N, under another name until it is complete."""
-    unfinished = Path(cfg.out_dir, "checkpoints", "unfinished")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()
-    weights, moments = get_state_dict(policy, optimizer)
-    state = {"policy": weights, "optimizer": moments, "schedule": schedule.state_dict()}
-    state |= {"step": step, f"queue_{dist.get_rank()}": list(queue)}
-    dcp.save(state, checkpoint_id=unfinished)
-    if dist.get_rank() == 0:
-        unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
-
-
-def load_checkpoint(cfg: Config, policy, optimizer, schedule, queue: deque) -> int:
-    """Restore the newest complete checkpoint in place; returns the step to go on with."""
-    newest = max(Path(cfg.out_dir, "checkpoints").glob("step-*"), default=None)
-    if newest is None:
-        raise Refused(f"{cfg.out_dir} has no complete checkpoint: start anew, without --resume")
-    weights, moments = get_state_dict(policy, optimizer)
-    mine = f"queue_{dist.get_rank()}"
-    state = {"policy": weights, "optimizer": moments, "schedule": {}, "step": 0, mine: []}
-    dcp.load(state, checkpoint_id=newest)
-    set_state_dict(
-        policy, optimizer, model_state_dict=state["policy"], optim_state_dict=state["optimizer"]
-    )
-    schedule.load_state_dict(state["schedule"])
-    queue.extend(state[mine])
-    return state["step"]

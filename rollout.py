@@ -138,6 +138,8 @@ class Engine:
         """
         from vllm import SamplingParams
 
+        if not self.llm.reset_prefix_cache():  # of old weights, or lost by a restart: it may round
+            raise RuntimeError("vLLM kept its prefix cache: is another thread sampling?")
         sampling |= dict(n=n, logprobs=0, flat_logprobs=True, detokenize=False)  # the token's own
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
@@ -180,8 +182,6 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iterator))
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
-        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
-            raise RuntimeError("vLLM kept its prefix cache: load weights only between samplings")
         self.llm.update_weight_version(version)
 
     def sleep(self) -> None:

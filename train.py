@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -25,7 +26,9 @@ if "--verbose" not in sys.argv:
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
 
+from checkpoint import check_resume, load_checkpoint, save_checkpoint
 from config import (
     Config,
     Refused,
@@ -36,10 +39,10 @@ from config import (
     parse_config,
 )
 from eval import evaluate, noise_seeds
-from log import Log
+from log import Log, write_whole
 from loss import OBJECTIVES, batch_quantities, effective_sample_size, group_advantage
 from memory import dry_run
-from policy import Policy, build_policy, full_weights, load_checkpoint, save_checkpoint
+from policy import Policy, build_policy, full_weights
 from reward import score, task_of
 from rollout import Engine, Rollouts, init_distributed
 
@@ -181,6 +184,19 @@ def update(
     return history
 
 
+def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A folder that transformers and vLLM load, there as a whole or not at all: a collective."""
+    rank = dist.get_rank()
+    # Gathered one by one on the device, and kept in rank 0's main memory alone.
+    weights = {name: weight.cpu() for name, weight in full_weights(policy) if rank == 0}
+    if rank == 0:
+        unfinished = folder.with_name(f"{folder.name}.new")
+        policy.model.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
+        unfinished.rename(folder)
+
+
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_config()
@@ -189,6 +205,8 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(dry_run(cfg, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         return
+    if cfg.resume:
+        check_resume(cfg)
     try:
         tokenizer, context = load_model_files(cfg.model)
         room, drop = (
@@ -213,9 +231,9 @@ def main() -> None:
     name = [cfg.out_dir or time.strftime("runs/%Y%m%d-%H%M%S")]
     dist.broadcast_object_list(name)  # one clock for all ranks
     cfg.out_dir = name[0]
-    if rank == 0 and not cfg.resume:
+    if rank == 0:
         Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-        Path(cfg.out_dir, "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+        write_whole(Path(cfg.out_dir, "config.json"), json.dumps(asdict(cfg), indent=1) + "\n")
     options = dict(dtype=cfg.rollout_dtype, kv_cache_gb=cfg.kv_cache_gb, verbose=cfg.verbose)
     options |= dict(max_num_seqs=cfg.max_num_seqs, can_sleep=True)
     engine = Engine(cfg.model, longest, quantization=cfg.rollout_quantization, **options)
@@ -232,7 +250,7 @@ def main() -> None:
     schedule = warm_up(optimizer, lambda n: min(1.0, (n + 1) / max(1, cfg.warmup_steps)))
     queue: deque[Rollouts] = deque()  # sampled and not yet used
     start = load_checkpoint(cfg, policy, optimizer, schedule, queue) if cfg.resume else -cfg.lag
-    log = Log(cfg.out_dir, cfg.group_size, tokenizer)
+    log = Log(cfg, tokenizer, start)
     stop: list[int] = []  # signals: the step that they interrupt is finished and saved
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))
@@ -280,19 +298,19 @@ def main() -> None:
             engine.load_weights(full_weights(policy), version=str(step + 1))
         # 5 log; now and then evaluate and save
         done = step + 1
-        due = done == cfg.steps or (cfg.eval_every and done % cfg.eval_every == 0)
-        log.step(done, rollouts, history, heldout_accuracy() if due else None)
+        last = done == cfg.steps
+        due = last or (cfg.eval_every and done % cfg.eval_every == 0)
+        accuracy = heldout_accuracy() if due else None
+        if last:  # before its line of metrics: a run that has that line is finished
+            save_model(policy, tokenizer, Path(cfg.out_dir, "model"))
+        log.step(done, rollouts, history, accuracy)
         stopped = torch.tensor(max(stop, default=0))  # a signal finds the ranks at different places
         dist.all_reduce(stopped, dist.ReduceOp.MAX)
-        if stopped or (cfg.save_every and done % cfg.save_every == 0):
+        if stopped or (cfg.save_every and (last or done % cfg.save_every == 0)):
             save_checkpoint(cfg, done, policy, optimizer, schedule, queue)
-        if stopped:
+        if stopped and not last:
             raise Refused(f"stopped by signal {int(stopped)} after step {done}: --resume goes on")
-    # Gathered one by one on the device, and kept in rank 0's main memory alone.
-    weights = {name: weight.cpu() for name, weight in full_weights(policy) if rank == 0}
     if rank == 0:
-        policy.model.save_pretrained(Path(cfg.out_dir, "model"), state_dict=weights)
-        tokenizer.save_pretrained(Path(cfg.out_dir, "model"))
         log.finish()
     engine.close()
 
