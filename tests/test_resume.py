@@ -158,6 +158,7 @@ def two_ranks(lives):
     return out, "".join(printed)
 
 
+@pytest.mark.slow
 def test_resumed_on_two_ranks_it_does_the_same_to_rounding(lives, two_ranks):
     alone, two = metrics(lives[0] / "lagged-alone"), metrics(two_ranks[0])
     assert two[:5] == alone[:5]  # before the checkpoint
@@ -169,6 +170,7 @@ def test_resumed_on_two_ranks_it_does_the_same_to_rounding(lives, two_ranks):
             assert b[name] == pytest.approx(a[name], rel=1e-3), name
 
 
+@pytest.mark.slow
 def test_torchrun_passes_a_sigterm_on_and_waits_for_the_checkpoint(two_ranks):
     out, printed = two_ranks
     last = metrics(out)[-1]["step"]
@@ -176,6 +178,7 @@ def test_torchrun_passes_a_sigterm_on_and_waits_for_the_checkpoint(two_ranks):
     assert names(out)[-1] == f"step-{last:06d}" and "Traceback" not in printed.split("torch")[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_has_what_a_checkpoint_of_one_has(lives, two_ranks, group):
     states = []
     for out in lives[0] / "lagged-alone", two_ranks[0]:
@@ -230,6 +233,7 @@ def test_merging_the_shares_of_any_number_of_ranks_gives_the_step_in_order_of_pl
 # Files
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save_leaves_a_newest_checkpoint_that_loads(tmp_path):
     command = [sys.executable, ROOT / "tests/save_until_killed.py", str(tmp_path), "5"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

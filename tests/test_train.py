@@ -43,8 +43,9 @@ def metrics(out_dir):
 
 @pytest.fixture(scope="module")
 def gradients(engine, prompts, tmp_path_factory):
-    """Gradients by {ranks: {(objective, micro-batch tokens): (gradient, statistics)}}, and by plain
-    autograd on the whole batch, of a policy that has moved away from the one that sampled."""
+    """Of a policy that has moved away from the one that sampled: gradients by plain autograd on the
+    whole batch; on 1 and 2 ranks, {ranks: {(objective, micro-batch tokens): (gradient, statistics)}};
+    and what computes them on more."""
     folder = tmp_path_factory.mktemp("gradients")
     model = AutoModelForCausalLM.from_pretrained("tiny")
     engine.load_weights(model.state_dict().items(), version="0")
@@ -66,11 +67,12 @@ def gradients(engine, prompts, tmp_path_factory):
         model.zero_grad()
         loss.backward()
         plain[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
-    found = {}
-    for ranks in 1, 2, 4:
+
+    def on_ranks(ranks):
         torchrun(ranks, "tests/gradient_on_ranks.py", str(folder))
-        found[ranks] = torch.load(folder / f"gradients-{ranks}.pt", weights_only=False)
-    return plain, found
+        return torch.load(folder / f"gradients-{ranks}.pt", weights_only=False)
+
+    return plain, {1: on_ranks(1), 2: on_ranks(2)}, on_ranks
 
 
 def relative_error(found, expected):
@@ -80,25 +82,32 @@ def relative_error(found, expected):
 
 
 @pytest.mark.parametrize("objective, tokens", CASES)
-def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_2_and_4_ranks(
+def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_and_2_ranks(
     objective, tokens, gradients
 ):
-    plain, found = gradients
-    for ranks in 1, 2, 4:
+    plain, found, _ = gradients
+    for ranks in 1, 2:
         assert relative_error(found[ranks][objective, tokens][0], plain[objective]) < 1e-4, ranks
 
 
+@pytest.mark.slow
+def test_the_gradient_is_that_of_the_whole_batch_on_4_ranks_too(gradients):
+    plain, _, on_ranks = gradients
+    for (objective, _), (gradient, _) in on_ranks(4).items():
+        assert relative_error(gradient, plain[objective]) < 1e-4
+
+
 def test_the_logged_statistics_are_those_of_the_whole_batch_too(gradients):
-    _, found = gradients
+    _, found, _ = gradients
     expected = found[1]["p3o", WHOLE][1]
     assert 0.1 < expected["ess"] < 0.95 and expected["capped"] > 0.05  # a stale batch
-    for ranks in 1, 2, 4:
+    for ranks in 1, 2:
         for tokens in 1, 300, WHOLE:
             assert found[ranks]["p3o", tokens][1] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_gradients_of_the_objectives_differ_by_far_more_than_that(gradients):
-    plain, _ = gradients
+    plain, _, _ = gradients
     for name in set(OBJECTIVES) - {"p3o"}:
         assert relative_error(plain[name], plain["p3o"]) > 0.1
 
