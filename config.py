@@ -162,8 +162,9 @@ def check_config(cfg: Config) -> None:
     spec = find_spec(cfg.report_to) if cfg.report_to in REPORTS else None
     if cfg.report_to in REPORTS and (spec is None or spec.origin is None):  # None: just a folder
         raise Refused(f"report_to {cfg.report_to} needs a package: pip install {cfg.report_to}")
-    if max(cfg.temperature, cfg.policy_temperature) > 2 or cfg.top_p > 1:
-        raise Refused("vLLM samples at a temperature of at most 2 and a top_p of at most 1")
+    temperatures = cfg.temperature, cfg.policy_temperature
+    if min(temperatures) < 0.01 or max(temperatures) > 2 or cfg.top_p > 1:
+        raise Refused("vLLM samples at a temperature of 0.01 to 2 and a top_p of at most 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.prompts_per_step < max(world, cfg.minibatches):
         raise Refused(f"{cfg.prompts_per_step} prompts_per_step: give each rank and minibatch one")

@@ -58,8 +58,9 @@ class Log:
     ) -> None:
         """A line of metrics.jsonl from all ranks' rollouts and the statistics of the updates.
 
-        The statistics are means over the updates, but mismatch_* is of the first: what the engine
-        alone did. entropy is that of pi_b, the mean of -log pi_b of its samples. A collective.
+        The statistics are means over the updates, but mismatch_* is of the first minibatch before
+        its update: what the engine did and, where set, temperature and lag. entropy is that of
+        pi_b, the mean of -log pi_b of its samples. A collective.
         """
         length = rollouts.mask.sum(1)  # [N]
         columns = (rollouts.reward, length, rollouts.truncated, rollouts.logp_behavior.sum(1))

@@ -56,9 +56,7 @@ class Rollouts:
 
 def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's group, or be its only rank; returns the mesh (node, rank) or (rank,).
-
-    Before the engine, which would otherwise make a group of its own, of the wrong size.
-    """
+    Before the engine, which would otherwise make a group of its own, of the wrong size."""
     if "RANK" not in os.environ:  # no torchrun; port 0 is any free one
         alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, MASTER_PORT=0)
         os.environ.update({k: str(v) for k, v in alone.items()}, MASTER_ADDR="127.0.0.1")
@@ -73,7 +71,8 @@ def init_distributed() -> dist.DeviceMesh:
         dist.init_process_group("gloo")
         # torchrun gives each of several ranks one thread; the engine keeps the number it finds.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
-    return dist.init_device_mesh(device.type, (nodes, local) if nodes > 1 else (local,))
+    mesh = dist.init_device_mesh(device.type, (nodes, local), mesh_dim_names=("node", "rank"))
+    return mesh if nodes > 1 else mesh["rank"]
 
 
 def fp8_round(weight: torch.Tensor) -> torch.Tensor:
@@ -138,7 +137,7 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        if not self.llm.reset_prefix_cache():  # of old weights, or lost by a restart: it may round
+        if not self.llm.reset_prefix_cache():  # stale after a sync, missing in a resumed run
             raise RuntimeError("vLLM kept its prefix cache: is another thread sampling?")
         sampling |= dict(n=n, logprobs=0, flat_logprobs=True, detokenize=False)  # the token's own
         outputs = self.llm.generate(

@@ -40,7 +40,13 @@ from config import (
 )
 from eval import evaluate, noise_seeds
 from log import Log, write_whole
-from loss import OBJECTIVES, batch_quantities, effective_sample_size, group_advantage
+from loss import (
+    MAX_LOG_RATIO,
+    OBJECTIVES,
+    batch_quantities,
+    effective_sample_size,
+    group_advantage,
+)
 from memory import dry_run
 from policy import Policy, build_policy, full_weights
 from reward import score, task_of
@@ -93,17 +99,13 @@ def accumulate_gradient(policy: Policy, rollouts: Rollouts, rows: list[int], cfg
     # e_B takes all ratios before any gradient. A single micro-batch keeps its graph for that.
     with torch.set_grad_enabled(len(micros) == 1):
         logps = [policy(micro) for micro in micros]  # [N_i, T_i]
-    for logp, micro in zip(logps, micros, strict=True):
-        fine = ((logp - micro.logp_behavior).isfinite() | ~micro.mask).all(1)  # [N_i]
-        if not fine.all():
-            response = micro.text[fine.int().argmin()]
-            raise FloatingPointError(f"log pi_theta / pi_b is not finite in response {response!r}")
     parts = [
         torch.stack([lp.detach() - m.logp_behavior, m.advantage[:, None].expand_as(lp), m.mask])
         for lp, m in zip(logps, micros, strict=True)
     ]
     log_ratio, advantage, mask = gather_batch(parts)  # [N, T]
     mask = mask.bool()
+    check_numbers(log_ratio, advantage, mask, [rollouts.text[i] for part in cut for i in part])
     ess = effective_sample_size(log_ratio, mask)  # logged for every objective
     hyper = hyper_parameters(cfg)
     whole = batch_quantities(cfg.objective, log_ratio, advantage, mask, **hyper)
@@ -125,6 +127,25 @@ def accumulate_gradient(policy: Policy, rollouts: Rollouts, rows: list[int], cfg
     stats |= {name: value.exp().item() for name, value in quantiles.items()}
     stats |= {"mismatch_mean": mismatch.mean().item(), "mismatch_max": mismatch.max().item()}
     return stats | {"ess": ess.item()}
+
+
+def check_numbers(
+    log_ratio: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, mine: list[str]
+) -> None:
+    """Raises FloatingPointError, on all ranks alike, with the first response that cannot be used.
+
+    Of the minibatch [N, T] that gather_batch put together; `mine` are this rank's responses in it.
+    """
+    good = (log_ratio.abs() <= MAX_LOG_RATIO) & advantage.isfinite() | ~mask  # [N, T]
+    if good.all():
+        return
+    owner, row = divmod(int(good.all(1).int().argmin()), len(mask) // dist.get_world_size())
+    response = [mine[row] if dist.get_rank() == owner else ""]
+    dist.broadcast_object_list(response, src=owner)
+    raise FloatingPointError(
+        f"rank {owner}: log rho is not within {MAX_LOG_RATIO} nats, or the advantage not finite, "
+        f"in response {response[0]!r}: look at the sync, the alignment of tokens, the learning rate"
+    )
 
 
 def check_on_policy(cfg: Config, stats: dict) -> None:
@@ -150,7 +171,8 @@ def update(
 ) -> list[dict]:
     """All optimizer steps on one rollout batch; returns the statistics of each."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if "logp_prox" in inspect.signature(OBJECTIVES[cfg.objective]).parameters:
+    takes_prox = "logp_prox" in inspect.signature(OBJECTIVES[cfg.objective]).parameters
+    if takes_prox and cfg.passes * cfg.minibatches > 1:  # else the update's own logp is logp_prox
         rollouts.logp_prox = torch.zeros_like(rollouts.logp_behavior)
         for rows in micro_batches(
             rollouts, list(range(len(rollouts.text))), cfg.micro_batch_tokens
@@ -171,9 +193,9 @@ def update(
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
                 stats["grad_norm"] = norm.full_tensor().item()
                 if not math.isfinite(stats["grad_norm"]):
-                    raise FloatingPointError("the gradient is not finite")
+                    raise FloatingPointError("all ranks: the gradient is not finite")
             except FloatingPointError as error:
-                raise FloatingPointError(f"step {step}, rank {rank}: {error}") from error
+                raise FloatingPointError(f"step {step}, {error}") from error
             if not history:
                 check_on_policy(cfg, stats)
             stats["learning_rate"] = schedule.get_last_lr()[0]
@@ -209,12 +231,10 @@ def main() -> None:
         check_resume(cfg)
     try:
         tokenizer, context = load_model_files(cfg.model)
-        room, drop = (
-            cfg.max_prompt_tokens or context - cfg.max_response_tokens,
-            cfg.max_prompt_tokens,
-        )
-        problems, prompts = load_prompts(cfg.task, "train", tokenizer, room, drop > 0)
-        heldout = load_prompts(cfg.task, "heldout", tokenizer, room, drop > 0)
+        drop = cfg.max_prompt_tokens > 0
+        room = cfg.max_prompt_tokens or context - cfg.max_response_tokens
+        problems, prompts = load_prompts(cfg.task, "train", tokenizer, room, drop)
+        heldout = load_prompts(cfg.task, "heldout", tokenizer, room, drop)
     except ValueError as error:
         raise Refused(str(error)) from error
     heldout = [part[: cfg.eval_problems or None] for part in heldout]
@@ -228,9 +248,11 @@ def main() -> None:
     # Setup: process group, engine, policy, in this order (rollout.py says why).
     mesh = init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
-    name = [cfg.out_dir or time.strftime("runs/%Y%m%d-%H%M%S")]
-    dist.broadcast_object_list(name)  # one clock for all ranks
-    cfg.out_dir = name[0]
+    # One clock, and one list of problems: the judge's time limit could differ between the ranks.
+    name = cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
+    shared = [name, problems, prompts, heldout]
+    dist.broadcast_object_list(shared)
+    cfg.out_dir, problems, prompts, heldout = shared
     if rank == 0:
         Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
         write_whole(Path(cfg.out_dir, "config.json"), json.dumps(asdict(cfg), indent=1) + "\n")
@@ -258,8 +280,8 @@ def main() -> None:
     def heldout_accuracy() -> float:
         if evaluator is not engine:
             evaluator.load_weights(full_weights(policy), version="evaluation")
-        sampling = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.policy_temperature)
-        correct = evaluate(evaluator, *heldout, verifier, **sampling)
+        own = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.policy_temperature)
+        correct = evaluate(evaluator, *heldout, verifier, **own)
         return sum(correct) / len(correct)
 
     sampling = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.temperature)
@@ -271,9 +293,10 @@ def main() -> None:
         # 1 rollout: each rank samples for its share of the prompts
         with log.phase("rollout"):
             mine = problems_of_step(cfg, step + cfg.lag, len(prompts))[rank::world]
-            first, spacing = (step + cfg.lag) * cfg.prompts_per_step, cfg.group_size
-            seeds = noise_seeds(cfg.seed + 1, first, cfg.prompts_per_step, spacing)[rank::world]
-            rollouts = engine.sample([prompts[i] for i in mine], spacing, seeds, **sampling)
+            first, count = (step + cfg.lag) * cfg.prompts_per_step, cfg.prompts_per_step
+            seeds = noise_seeds(cfg.seed + 1, first, count, cfg.group_size)[rank::world]
+            sampled = [prompts[i] for i in mine], cfg.group_size, seeds
+            rollouts = engine.sample(*sampled, **sampling)
             engine.sleep()
         # 2 reward and advantage
         with log.phase("reward"):
@@ -285,6 +308,7 @@ def main() -> None:
         queue.append(rollouts)
         if step < 0:
             engine.load_weights(full_weights(policy), version="0")
+            log.seconds.clear()
             continue
         rollouts = queue.popleft()
         sampled_with = str(max(0, step - cfg.lag))
@@ -318,7 +342,9 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, FloatingPointError) as error:
-        if isinstance(error, FloatingPointError) or int(os.environ.get("RANK", 0)) == 0:
+    except (Refused, FloatingPointError) as error:  # raised on all ranks alike
+        if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except KeyboardInterrupt:  # before there was a step to finish
+        sys.exit(130)

@@ -44,8 +44,8 @@ def metrics(out_dir):
 @pytest.fixture(scope="module")
 def gradients(engine, prompts, tmp_path_factory):
     """Of a policy that has moved away from the one that sampled: gradients by plain autograd on the
-    whole batch; on 1 and 2 ranks, {ranks: {(objective, micro-batch tokens): (gradient, statistics)}};
-    and what computes them on more."""
+    whole batch; on 1 and on 2 ranks {ranks: {case: (gradient, statistics)}}; and what computes them
+    on more."""
     folder = tmp_path_factory.mktemp("gradients")
     model = AutoModelForCausalLM.from_pretrained("tiny")
     engine.load_weights(model.state_dict().items(), version="0")
@@ -267,7 +267,8 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(tmp_path)
         ("--steps=0", "steps is 0"),
         ("--learning_rate=fast", "invalid float value: 'fast'"),
         ("--lerning_rate=1e-4", "unrecognized arguments: --lerning_rate"),
-        ("--temperature=3", "temperature of at most 2"),
+        ("--temperature=3", "temperature of 0.01 to 2"),
+        ("--temperature=0.001", "temperature of 0.01 to 2"),
         ("--minibatches=64", "give each rank and minibatch one"),
         ("--max_response_tokens=128", "have over 0 tokens"),
         ("--max_prompt_tokens=5", "4096 of 4096 train prompts of tiny have over 5 tokens"),
@@ -346,7 +347,7 @@ def test_a_number_that_is_not_finite_stops_the_run_with_step_rank_and_response(
     rollouts.logp_behavior[2, 1] = -torch.inf
     with pytest.raises(FloatingPointError) as error:
         update(policy, None, None, rollouts, cfg, step=7)
-    assert str(error.value).startswith("step 7, rank 0: ")
+    assert str(error.value).startswith("step 7, rank 0: log rho is not within 82.0 nats")
     assert repr(rollouts.text[2]) in str(error.value)
 
 
