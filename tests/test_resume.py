@@ -95,6 +95,7 @@ def names(out_dir):
 # What a killed run leaves
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_it_and_exits(lives):
     tmp, ((printed, code), *_), _ = lives
     assert code == 1 and "stopped by signal 15 after step 1: --resume goes on" in printed
@@ -102,6 +103,7 @@ def test_sigterm_finishes_the_step_saves_it_and_exits(lives):
     assert metrics(tmp / "lagged-1") == metrics(tmp / "lagged-alone")[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "life, phase, last_line, left",
     [
@@ -124,6 +126,7 @@ def test_after_kill_9_complete_checkpoints_and_whole_lines_are_there(
 # What the resumed run does
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["lagged", "fresh"])
 def test_resumed_on_one_rank_it_equals_the_run_left_alone_bit_for_bit(run, lives):
     tmp, lagged, others = lives

@@ -4,6 +4,7 @@ a run leaves behind, and what it says of bad input."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,25 @@ def torchrun(ranks, script, *arguments):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def on_nodes(nodes, ranks, script, *arguments):
+    """Run a script under torchrun agents on the loopback address, each standing for a node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = []
+    for node in range(nodes):
+        command = [
+            *TORCHRUN,
+            f"--nnodes={nodes}",
+            f"--node-rank={node}",
+            f"--nproc-per-node={ranks}",
+        ]
+        command += ["--master-addr=127.0.0.1", f"--master-port={port}", ROOT / script, *arguments]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        agents.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+    assert [agent.wait(timeout=300) for agent in agents] == [0] * nodes
 
 
 def metrics(out_dir):
@@ -68,8 +88,11 @@ def gradients(engine, prompts, tmp_path_factory):
         loss.backward()
         plain[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
 
-    def on_ranks(ranks):
-        torchrun(ranks, "tests/gradient_on_ranks.py", str(folder))
+    def on_ranks(ranks, nodes=1):
+        if nodes == 1:
+            torchrun(ranks, "tests/gradient_on_ranks.py", str(folder))
+        else:
+            on_nodes(nodes, ranks // nodes, "tests/gradient_on_ranks.py", str(folder))
         return torch.load(folder / f"gradients-{ranks}.pt", weights_only=False)
 
     return plain, {1: on_ranks(1), 2: on_ranks(2)}, on_ranks
@@ -91,9 +114,11 @@ def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_and_
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_whole_batch_on_4_ranks_too(gradients):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_gradient_is_that_of_the_whole_batch_on_4_ranks_of_1_and_of_2_nodes(nodes, gradients):
+    # On two nodes the weights are sharded within each and replicated across: HSDP.
     plain, _, on_ranks = gradients
-    for (objective, _), (gradient, _) in on_ranks(4).items():
+    for (objective, _), (gradient, _) in on_ranks(4, nodes).items():
         assert relative_error(gradient, plain[objective]) < 1e-4
 
 
