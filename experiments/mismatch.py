@@ -2,13 +2,14 @@
 
     python experiments/mismatch.py --grid reduced      # 15 runs, what `make reproduce` does
     python experiments/mismatch.py --grid full         # all, about five hours on two cores
-    CUDA_VISIBLE_DEVICES=3 python experiments/mismatch.py --grid full --share 3/8    # one of eight
+    taskset -c 1 python experiments/mismatch.py --grid full --share 1/2    # the other on core 0
+    CUDA_VISIBLE_DEVICES=3 python experiments/mismatch.py --grid full --share 3/8
 
 Each finished run is a line of FOLDER/mismatch.jsonl (--folder), with its configuration, the commit
 and its metrics; a run that has its line is not run again, so the grid can be stopped and started at
 will. Held-out pass@1 is that of the unquantized policy at temperature 1, on the same 512
-problems with the same noise for all. Everything but the cell is the same for all runs: STEPS below
-and the defaults of config.py.
+problems with the same noise for all. Everything but the cell is the same for all runs: EVERY_RUN
+below and the defaults of config.py.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 60
+EVERY_RUN = ["--steps=60", "--prompts_per_step=16"]  # half the default batch: noisier, cheaper
 SETTINGS = {
     "on-policy": [],
     "T = 0.6": ["--temperature=0.6"],
@@ -67,7 +68,7 @@ Cell = tuple[str, str, float, int]  # setting, objective, learning rate, seed
 def cells(grid: str) -> list[Cell]:
     """The runs of a grid, most telling first: a grid cut short has whole seeds of a part."""
     if grid == "learning_rate":
-        rates = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
+        rates = (1e-4, 2e-4, 5e-4, 1e-3)
         return [("on-policy", "p3o", rate, seed) for seed in range(2) for rate in rates]
     if grid == "reduced":
         settings = ("on-policy", "T = 0.6", "T = 1.4", "lag 16", "16 updates")
@@ -96,8 +97,8 @@ def run(cell: Cell) -> dict:
     """One run of train.py; its configuration, commit and metrics, metric by metric."""
     setting, objective, learning_rate, seed = cell
     script = ["experiments/ablations.py"] if objective in ABLATIONS else ["train.py"]
-    flags = [*script, *(OBJECTIVES | ABLATIONS)[objective], *SETTINGS[setting]]
-    flags += [f"--learning_rate={learning_rate}", f"--seed={seed}", f"--steps={STEPS}"]
+    flags = [*script, *(OBJECTIVES | ABLATIONS)[objective], *SETTINGS[setting], *EVERY_RUN]
+    flags += [f"--learning_rate={learning_rate}", f"--seed={seed}"]
     start = time.time()
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, *flags, f"--out_dir={out}/run"]
