@@ -59,6 +59,7 @@ class Config:
     rollout_dtype: str = flag("bfloat16", "of the engine", choices=DTYPES)
     micro_batch_tokens: int = flag(16384, "padded, in one forward pass: memory, no result")
     gradient_checkpointing: bool = flag(False, "trade a forward pass for activation memory")
+    rollout_tp: int = flag(1, "ranks of a node that share an engine (tensor parallelism)")
     kv_cache_gb: float = flag(0.25, "the engine's KV cache on a rank")
     max_num_seqs: int = flag(256, "responses that an engine decodes at once")
     eval_every: int = flag(10, "steps between evaluations; 0: before and after")
@@ -90,14 +91,15 @@ class EvalConfig:
     seed: int = flag(0, "of the noise of the samples")
     out_dir: str = flag("", "what to write into or go on with; by default one for these settings")
     chunk_responses: int = flag(1024, "of a rank between two writes: what a kill can lose")
+    rollout_tp: int = flag(1, "ranks of a node that share an engine (tensor parallelism)")
     kv_cache_gb: float = flag(0.25, "the engine's KV cache on a rank")
     max_num_seqs: int = flag(256, "responses that an engine decodes at once")
     verbose: bool = flag(False, "show the messages of vLLM and torch")
 
 
 POSITIVE = """steps prompts_per_step passes minibatches temperature top_p policy_temperature samples
-    max_response_tokens learning_rate max_grad_norm micro_batch_tokens kv_cache_gb max_num_seqs
-    chunk_responses keep_checkpoints"""
+    max_response_tokens learning_rate max_grad_norm micro_batch_tokens rollout_tp kv_cache_gb
+    max_num_seqs chunk_responses keep_checkpoints"""
 
 
 class Refused(Exception):
@@ -140,7 +142,8 @@ def hyper_parameters(cfg: Config) -> dict[str, float | str]:
 
 
 def check_fields(cfg: Config | EvalConfig, may_be_zero: str = "") -> None:
-    """Raises Refused on a value that is none of its field's choices, or negative, or wrongly 0."""
+    """Raises Refused on a value that is none of its field's choices, or negative, or wrongly 0, and
+    on a rollout_tp that does not divide the ranks of a node."""
     for f in fields(cfg):
         value, choices = getattr(cfg, f.name), f.metadata.get("choices", ())
         if choices and value not in choices:  # argparse looks at flags, but not at --config
@@ -149,6 +152,9 @@ def check_fields(cfg: Config | EvalConfig, may_be_zero: str = "") -> None:
             value < 0 or not value and f.name in POSITIVE.split() and f.name not in may_be_zero
         ):
             raise Refused(f"{f.name} is {value}: it has to be positive")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks % cfg.rollout_tp:
+        raise Refused(f"rollout_tp is {cfg.rollout_tp}: it has to divide a node's {ranks} ranks")
 
 
 def check_config(cfg: Config) -> None:
@@ -190,15 +196,20 @@ def check_eval_config(cfg: EvalConfig) -> None:
         raise Refused(f"a task is given twice: {' '.join(cfg.task)}")
 
 
-def load_model_files(model: str) -> tuple[PreTrainedTokenizerBase, int]:
-    """Tokenizer and context length of a model folder or hub name; ValueError where none is."""
+def load_model_files(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, int]:
+    """Tokenizer and context length of a model folder or hub name; ValueError where none is, or
+    where its attention heads cannot be shared by the tp ranks of an engine."""
     if not Path(model).is_dir() and model.count("/") != 1:
         raise ValueError(f"no model at {model!r}: neither a folder nor a hub name, owner/name")
     try:
-        context = AutoConfig.from_pretrained(model).max_position_embeddings
-        return AutoTokenizer.from_pretrained(model), context
+        config = AutoConfig.from_pretrained(model)
+        files = AutoTokenizer.from_pretrained(model), config.max_position_embeddings
     except (OSError, ValueError) as error:
         raise ValueError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
+    if config.num_attention_heads % tp:
+        heads = f"the {config.num_attention_heads} attention heads of {model}"
+        raise ValueError(f"rollout_tp is {tp}, which does not divide {heads}")
+    return files
 
 
 def load_prompts(
@@ -236,7 +247,7 @@ def load_evaluation(cfg: EvalConfig) -> tuple[str, dict[str, Benchmark]]:
     run = Path(cfg.model, "model")
     model = str(run) if run.is_dir() else cfg.model
     try:
-        tokenizer, context = load_model_files(model)
+        tokenizer, context = load_model_files(model, cfg.rollout_tp)
         return model, {task: load_benchmark(cfg, task, tokenizer, context) for task in cfg.task}
     except ValueError as error:
         raise Refused(str(error)) from error

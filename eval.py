@@ -89,13 +89,12 @@ def evaluate(
     the place of problems[0] in its task. `sampling` as SamplingParams.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine: list[int] = []
-    if rank < len(problems):
-        seeds = noise_seeds(seed, first, len(problems), samples)[rank::world]
-        texts = engine.sample(prompts[rank::world], samples, seeds, **sampling).text
-        answers = [problem["answer"] for problem in problems[rank::world] for _ in range(samples)]
-        rewards = score(texts, answers, verifier)
-        mine = [round(sum(rewards[i : i + samples])) for i in range(0, len(rewards), samples)]
+    seeds, own = noise_seeds(seed, first, len(problems), samples), len(problems[rank::world])
+    part = slice(rank, None, world) if own else slice(1)  # ranks that share an engine all sample
+    texts = engine.sample(prompts[part], samples, seeds[part], **sampling).text
+    answers = [problem["answer"] for problem in problems[part] for _ in range(samples)]
+    rewards = score(texts, answers, verifier)
+    mine = [round(sum(rewards[i * samples : (i + 1) * samples])) for i in range(own)]
     everyone: list = [None] * world
     dist.all_gather_object(everyone, mine)
     correct = [0] * len(problems)
@@ -121,8 +120,9 @@ def main() -> None:
     engine = None
     if sum(map(len, correct.values())) < len(prompts):
         length = max(map(len, prompts)) + cfg.max_response_tokens
-        options = dict(dtype=cfg.dtype, kv_cache_gb=cfg.kv_cache_gb, max_num_seqs=cfg.max_num_seqs)
-        engine = Engine(model, length, verbose=cfg.verbose, **options)
+        options = dict(tp=cfg.rollout_tp, dtype=cfg.dtype, kv_cache_gb=cfg.kv_cache_gb)
+        options |= dict(max_num_seqs=cfg.max_num_seqs, verbose=cfg.verbose)
+        engine = Engine(model, length, **options)
     sampling = dict(temperature=cfg.temperature, top_p=cfg.top_p)
     sampling["max_tokens"] = cfg.max_response_tokens
     size = world * max(1, cfg.chunk_responses // cfg.samples)  # problems of a chunk

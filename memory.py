@@ -16,16 +16,22 @@ GB = 2**30
 CHUNK = 1024  # response tokens whose logits exist at once: Policy.forward
 PROMPT = 1024  # tokens counted for a prompt where max_prompt_tokens sets no limit
 PREFILL = 16384  # tokens that vLLM prefills at once, by default, on a GPU of 70 GB or more
-ALL = "all weights, before sharding: 4 P"
 # A guess. CUDA: context and kernels 1, NCCL 1, CUDA graphs 2, fragmentation 2. CPU: the programs.
 RESERVE = {"cuda": 6 * GB, "cpu": 2 * GB}
 
 
-def kv_bytes_per_token(config: transformers.PreTrainedConfig, element: int) -> int:
-    """Bytes of a token in the KV cache: a key and a value, per layer and KV head."""
+def kv_bytes_per_token(config: transformers.PreTrainedConfig, element: int, tp: int = 1) -> int:
+    """Bytes of a token in the KV cache of one of tp ranks: key and value, per layer and head."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = -(-heads // tp)  # each rank has one at least
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * element
+
+
+def shapes(config: transformers.PreTrainedConfig) -> torch.nn.Module:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def longest_sequence(cfg: Config, context: int) -> int:
@@ -41,8 +47,7 @@ def phases(
     The sum of a phase estimates its peak. Weights, gradient, moments and KV cache are exact; the
     rest was at most 5 % below what torch allocates on CPU, and mostly above (tests/test_memory.py).
     """
-    with torch.device("meta"):  # shapes without memory
-        model = transformers.AutoModelForCausalLM.from_config(config)
+    model = shapes(config)
     layers = model.base_model.layers
     numel = [p.numel() for p in model.parameters()]  # a tied head once
     layer = sum(p.numel() for p in layers[0].parameters())
@@ -88,19 +93,27 @@ def phases(
     # The engine. fp8: linear weights of the layers in 8 bits, a float32 scale an output is small.
     fp8 = cfg.rollout_quantization == "fp8_per_channel"
     formula = f"{e} P - {e - 1} x {linear:,}" if fp8 else f"{e} P"
-    weights = {f"engine's weights: {formula}": e * sum(numel) - (e - 1) * linear * fp8}
+    shared = f"({formula}) / {cfg.rollout_tp}" if cfg.rollout_tp > 1 else formula
+    whole = e * sum(numel) - (e - 1) * linear * fp8
+    weights = {f"engine's weights: {shared}": whole // cfg.rollout_tp}
     cache = {"engine's KV cache": int(cfg.kv_cache_gb * GB)}
     # Prefill: residuals, q, k, v and the MLP's wide ones. Sampler: four float32 copies of logits.
     prefill = PREFILL * e * (4 * hidden + query + 2 * kv + 3 * mlp)
     sampler = 4 * 4 * cfg.max_num_seqs * vocabulary + 4 * head * (device == "cpu")  # casts its head
     if device == "cpu" and cfg.rollout_quantization != "none":  # train.py has a second one
-        weights |= {"second engine, to evaluate": e * sum(numel) + sum(cache.values())}
+        second = e * sum(numel) // cfg.rollout_tp + sum(cache.values())
+        weights |= {"second engine, to evaluate": second}
     awake = weights | cache
     # On CUDA the engine sleeps at level 2: nothing stays. On CPU it never sleeps.
     asleep = {} if device == "cuda" else awake
-    full = {ALL: 4 * sum(numel)}
+    # build_policy reads all weights into main memory; from there a layer at a time is sharded.
+    load = {
+        "weights: 4 P / R": 4 * shard,
+        "largest layer, or the root: 4 bytes": 4 * max(layer, root),
+    }
+    load = load if device == "cuda" else {"all weights, before sharding: 4 P": 4 * sum(numel)}
     return {
-        "load": asleep | full,  # build_policy has a rank hold all weights before it shards them
+        "load": asleep | load,
         "rollout": trainer | awake | {"engine's prefill, sampler": prefill + sampler},
         "update": asleep | update | {"at work on a layer or the head": max(at_layer, at_head)},
         # full_weights gathers one weight at a time, twice, and rounds it; the cache wakes later.
@@ -130,7 +143,8 @@ def dry_run(cfg: Config, ranks: int) -> str:
         reason = str(error).splitlines()[0]
         raise Refused(f"cannot count the memory of {cfg.model!r}: {reason}") from error
     longest = longest_sequence(cfg, config.max_position_embeddings)
-    block = 16 * kv_bytes_per_token(config, getattr(torch, cfg.rollout_dtype).itemsize)  # vLLM's
+    element = getattr(torch, cfg.rollout_dtype).itemsize
+    block = 16 * kv_bytes_per_token(config, element, cfg.rollout_tp)  # of vLLM
     sequence = -(-longest // 16) * block
     fit = int(cfg.kv_cache_gb * GB) // sequence
     if not fit:
@@ -146,9 +160,9 @@ def dry_run(cfg: Config, ranks: int) -> str:
             f"{cfg.model} does not fit: in its {worst} phase a rank takes {total[worst] / GB:.1f} "
             f"GB, {table[worst][most] / GB:.1f} of it for {most.partition(':')[0]}, and has "
             f"{room / GB:.1f} beside the reserve of {RESERVE[device] // GB}: use more ranks, less "
-            "kv_cache_gb, micro_batch_tokens or max_num_seqs, or gradient_checkpointing"
+            "kv_cache_gb, micro_batch_tokens or max_num_seqs, rollout_tp or gradient_checkpointing"
         )
-    parameters = table["load"][ALL] // 4
+    parameters = shapes(config).num_parameters()
     lines = [f"{cfg.model} on R = {ranks} {device} ranks a node, P = {parameters:,} parameters"]
     lines.append(f"{'GB (2^30 bytes) on a rank':44}" + "".join(f"{phase:>8}" for phase in table))
     for what in dict.fromkeys(what for parts in table.values() for what in parts):
@@ -156,6 +170,8 @@ def dry_run(cfg: Config, ranks: int) -> str:
         lines.append(f"{what:44}{''.join(cells)}".rstrip())
     lines.append(f"{'sum':44}" + "".join(f"{n / GB:8.2f}" for n in total.values()))
     lines.append(f"room: {memory / GB:.1f}, less a reserve of {RESERVE[device] // GB}")
+    if device == "cuda":
+        lines.append(f"main memory of a node, to load: R x 4 P = {ranks * 4 * parameters / GB:.1f}")
     wait = "; where all are long, others wait" if fit < cfg.max_num_seqs else ""
     lines.append(f"KV cache: {fit} sequences of {longest}, max_num_seqs {cfg.max_num_seqs}{wait}")
     return "\n".join(lines)

@@ -53,8 +53,8 @@ def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
     dtype = getattr(torch, cfg.dtype.replace("auto", auto))
     # The batch is not cast: its log-probabilities are no activations, and rounding ruins them.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    policy = Policy(model, cfg.policy_temperature).to(mesh.device_type)
-    for layer in model.base_model.layers:
+    policy = Policy(model, cfg.policy_temperature)
+    for layer in model.base_model.layers:  # each moves to the device alone, and leaves a shard
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     return fully_shard(policy, mesh=mesh, mp_policy=precision).train()
 

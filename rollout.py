@@ -1,8 +1,8 @@
 """Rollouts: what the vLLM engine samples, and the log-probability with which it does.
 
 pi_b, the behavior policy of (1), is what vLLM really sampled from: after temperature, top-p and
-top-k, in the engine's precision. The engine lives in the trainer's process, one a rank, on CPU and
-CUDA by the same code. Run this file to measure how far an engine is from its trainer:
+top-k, in the engine's precision. It runs in the trainer's process, on CPU and CUDA by the same
+code. Run this file to measure how far an engine is from its trainer:
 
     python rollout.py --model tiny --rollout_quantization fp8_per_channel --temperature 1.2
 """
@@ -11,8 +11,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 if "--verbose" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
@@ -83,10 +84,11 @@ def fp8_round(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Engine:
-    """A vLLM engine in this process; `init_distributed` comes first, and all ranks build together.
+    """A vLLM engine in this process, or, split between them, in `tp` neighbouring ranks of a node.
 
-    quantization "fp8_per_channel" is vLLM's own, of weights and activations, done anew by every
-    `load_weights`. "fp8_emulated" has `load_weights` round the weights, and computes in `dtype`.
+    `init_distributed` comes first, and all ranks build together. quantization "fp8_per_channel" is
+    vLLM's own, of weights and activations, done anew by every `load_weights`. "fp8_emulated" has
+    `load_weights` round the weights, and computes in `dtype`.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Engine:
         model: str,
         max_model_len: int,
         *,
+        tp: int = 1,
         quantization: str = "none",
         dtype: str = "bfloat16",
         kv_cache_gb: float = 0.25,
@@ -111,13 +114,12 @@ class Engine:
         cuda = torch.cuda.is_available()
         self.quantization, self.dtype = quantization, getattr(torch, dtype)
         self.can_sleep = can_sleep and cuda  # vLLM sleeps on GPUs only
-        # On CPU vLLM cannot split the prefill of a request that has its own seed.
-        whole = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
         self.llm = LLM(
             model,
             dtype=dtype,
             quantization="fp8_per_channel" if quantization == "fp8_per_channel" else None,
             distributed_executor_backend="external_launcher",  # in this process, in its group
+            tensor_parallel_size=tp,
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
             hf_overrides={"head_dtype": "float32"},  # as in Policy
             max_model_len=max_model_len,
@@ -126,7 +128,8 @@ class Engine:
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,
             use_tqdm_on_load=verbose,
-            **({} if cuda else whole),
+            enable_chunked_prefill=cuda,  # on CPU vLLM cannot split a prompt that has its own seed
+            max_num_batched_tokens=None if cuda else max(8192, max_model_len),
         )
         self.tokenizer = self.llm.get_tokenizer()
 
@@ -134,29 +137,29 @@ class Engine:
         """n responses to each prompt (token ids), those to one prompt next to each other.
 
         Response j to prompt i draws its noise from seeds[i] + j; `sampling` as SamplingParams.
-        """
-        from vllm import SamplingParams
+        Ranks that share an engine call it together, each with prompts of its own."""
+        from vllm import SamplingParams, distributed
 
         if not self.llm.reset_prefix_cache():  # stale after a sync, missing in a resumed run
             raise RuntimeError("vLLM kept its prefix cache: is another thread sampling?")
         sampling |= dict(n=n, logprobs=0, flat_logprobs=True, detokenize=False)  # the token's own
+        sharing, mine = distributed.get_tp_group(), list(zip(prompts, seeds, strict=True))
+        asked: list = [None] * sharing.world_size  # of the ranks that share this engine
+        dist.all_gather_object(asked, mine, sharing.cpu_group)
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [SamplingParams(seed=seed % 2**31, **sampling) for seed in seeds],
+            [{"prompt_token_ids": prompt} for part in asked for prompt, _ in part],
+            [SamplingParams(seed=s % 2**31, **sampling) for part in asked for _, s in part],
             use_tqdm=False,
         )
-        sampled = [(prompts[i], r) for i, output in enumerate(outputs) for r in output.outputs]
+        own = outputs[sum(map(len, asked[: sharing.rank_in_group])) :][: len(prompts)]
+        sampled = [(output.prompt_token_ids, r) for output in own for r in output.outputs]
         versions = {span.version for _, r in sampled for span in r.weight_versions}
-        lengths = torch.tensor([len(r.token_ids) for _, r in sampled])  # [N]
-
-        def padded(rows: list[list]) -> torch.Tensor:
-            return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
+        padded = partial(pad_sequence, batch_first=True)
         return Rollouts(
-            tokens=padded([prompt + list(r.token_ids) for prompt, r in sampled]),
+            tokens=padded([torch.tensor(prompt + list(r.token_ids)) for prompt, r in sampled]),
             prompt_length=torch.tensor([len(prompt) for prompt, _ in sampled]),
-            mask=torch.arange(lengths.max()) < lengths[:, None],
-            logp_behavior=padded([r.logprobs.logprobs for _, r in sampled]),
+            mask=padded([torch.ones(len(r.token_ids), dtype=torch.bool) for _, r in sampled]),
+            logp_behavior=padded([torch.tensor(r.logprobs.logprobs) for _, r in sampled]),
             truncated=torch.tensor([r.finish_reason == "length" for _, r in sampled]),
             text=[self.tokenizer.decode(r.token_ids, skip_special_tokens=True) for _, r in sampled],
             weight_version=" and ".join(sorted(versions)),  # one, or something is very wrong
@@ -164,21 +167,19 @@ class Engine:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
         """Replace all weights by these (name, tensor) pairs of a state_dict, tied head included.
+        A lazy iterator may run collectives. `version` labels the samples."""
 
-        A lazy iterator may run collectives: vLLM takes it in order. `version` labels the samples.
-        """
+        def as_loaded() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                # fp8 as vLLM's own: of linear layers, but neither of the embedding nor of the head.
+                linear = weight.dim() == 2 and "embed" not in name and "lm_head" not in name
+                fp8 = linear and self.quantization == "fp8_emulated"
+                yield name, fp8_round(weight.to(self.dtype)) if fp8 else weight.to(self.dtype)
 
-        def as_loaded(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
-            # fp8 as vLLM's own: of linear layers, but neither of the embedding nor of the head.
-            linear = weight.dim() == 2 and "embed" not in name and "lm_head" not in name
-            fp8 = linear and self.quantization == "fp8_emulated"
-            return name, fp8_round(weight.to(self.dtype)) if fp8 else weight.to(self.dtype)
-
-        iterator = (as_loaded(name, weight) for name, weight in weights)
         if self.can_sleep:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iterator))
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=as_loaded()))
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.update_weight_version(version)

@@ -230,7 +230,7 @@ def main() -> None:
     if cfg.resume:
         check_resume(cfg)
     try:
-        tokenizer, context = load_model_files(cfg.model)
+        tokenizer, context = load_model_files(cfg.model, cfg.rollout_tp)
         drop = cfg.max_prompt_tokens > 0
         room = cfg.max_prompt_tokens or context - cfg.max_response_tokens
         problems, prompts = load_prompts(cfg.task, "train", tokenizer, room, drop)
@@ -257,7 +257,7 @@ def main() -> None:
         Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
         write_whole(Path(cfg.out_dir, "config.json"), json.dumps(asdict(cfg), indent=1) + "\n")
     options = dict(dtype=cfg.rollout_dtype, kv_cache_gb=cfg.kv_cache_gb, verbose=cfg.verbose)
-    options |= dict(max_num_seqs=cfg.max_num_seqs, can_sleep=True)
+    options |= dict(tp=cfg.rollout_tp, max_num_seqs=cfg.max_num_seqs, can_sleep=True)
     engine = Engine(cfg.model, longest, quantization=cfg.rollout_quantization, **options)
     # What is evaluated is the policy, not its fp8 copy; but on CUDA, where a process can have only
     # one engine that sleeps, it is the copy, and eval.py measures model/ afterwards.

@@ -159,12 +159,23 @@ def test_sixteen_bytes_a_parameter_over_the_ranks():
     config = transformers.AutoConfig.from_pretrained(cfg.model)
     table = phases(cfg, config, 8, "cuda")
     state = sum(part(table, "update", name) for name in ("weights", "gradient", "AdamW"))
-    assert part(table, "load", "all") == 4 * 4_022_468_096
+    assert part(table, "load", "weights") == pytest.approx(4 * 4_022_468_096 / 8, rel=1e-3)
+    assert "to load: R x 4 P = 119.9" in dry_run(cfg, 8)  # 8 x 4 x 4.02e9 / 2^30
     assert state == pytest.approx(2 * 4_022_468_096, rel=1e-3)
     assert kv_bytes_per_token(config, 2) == 147_456
     fp8 = offline(recipe("recipes/deepscaler-8gpu-fp8.yaml"))
     halved = part(phases(fp8, config, 8, "cuda"), "rollout", "engine's weights")
     assert 0.5 < halved / part(table, "rollout", "engine's weights") < 0.6  # not the embedding
+
+
+def test_ranks_that_share_an_engine_hold_a_part_of_its_weights_and_of_each_sequence():
+    """Of Qwen3-4B, 8.04e9 bytes in bf16; 54 sequences fit in 38 GB of cache, 4 x 54 and more if
+    each rank has a quarter of every sequence's keys and values."""
+    cfg = offline(recipe("recipes/deepscaler-8gpu.yaml"))
+    config = transformers.AutoConfig.from_pretrained(cfg.model)
+    cfg.rollout_tp = 4
+    assert part(phases(cfg, config, 8, "cuda"), "rollout", "engine's weights") == 4_022_468_096 // 2
+    assert "KV cache: 216 sequences" in dry_run(cfg, 8)
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path):
