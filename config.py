@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import sys
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +75,7 @@ class Config:
 
 @dataclass
 class EvalConfig:
-    """An evaluation. All but the last five fields decide what is sampled."""
+    """An evaluation. All but the last six fields decide what is sampled."""
 
     model: str = flag("tiny", "what to evaluate: a run, a model folder or a hub name")
     task: list[str] = flag(["tiny"], "one or several tasks, each as train.py takes it")
@@ -212,28 +211,8 @@ def load_model_files(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, 
     return files
 
 
-def load_prompts(
-    task: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int, drop: bool = False
-) -> tuple[list[dict[str, str]], list[list[int]]]:
-    """The problems of a task and, beside them, their prompts as token ids.
-
-    A prompt of more than `room` tokens is dropped and counted if `drop`, else a ValueError.
-    """
-    problems = load_task(task, split)
-    prompts = [encode_prompt(tokenizer, p["prompt"], task_of(task).instruction) for p in problems]
-    keep = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-    if len(keep) < len(prompts):
-        count = f"{len(prompts) - len(keep)} of {len(prompts)} {split} prompts of {task}"
-        long = f"{count} have over {room} tokens"
-        if not drop or not keep:
-            raise ValueError(f"{long}: allow longer ones, or drop them with --max_prompt_tokens")
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"dropped: {long}")
-    return [problems[i] for i in keep], [prompts[i] for i in keep]
-
-
-class Benchmark(NamedTuple):
-    """What is evaluated of a task."""
+class Split(NamedTuple):
+    """A split of a task, ready to sample from."""
 
     problems: list[dict[str, str]]
     prompts: list[list[int]]  # token ids, one of each problem
@@ -241,31 +220,44 @@ class Benchmark(NamedTuple):
     dropped: int  # problems left out: their prompts leave no room for a response
 
 
-def load_evaluation(cfg: EvalConfig) -> tuple[str, dict[str, Benchmark]]:
+def load_prompts(
+    task: str,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    room: int,
+    drop: bool = False,
+    limit: int = 0,
+) -> Split:
+    """The first `limit` problems of a task (0: all), and their prompts as token ids.
+
+    A prompt of more than `room` tokens is dropped and counted if `drop`, else a ValueError.
+    """
+    source = task_of(task)
+    problems = load_task(task, split)[: limit or None]
+    prompts = [encode_prompt(tokenizer, p["prompt"], source.instruction) for p in problems]
+    keep = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+    dropped = len(prompts) - len(keep)
+    if dropped:
+        long = f"{dropped} of {len(prompts)} {split} prompts of {task} have over {room} tokens"
+        if not drop or not keep:
+            raise ValueError(
+                f"{long}, and no room for a response: lower max_response_tokens, or drop such "
+                "prompts (train.py: --max_prompt_tokens, eval.py: --drop_long)"
+            )
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"dropped: {long}")
+    return Split([problems[i] for i in keep], [prompts[i] for i in keep], source.verifier, dropped)
+
+
+def load_evaluation(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
     """The folder or hub name of the model and what to evaluate it on, by task. Raises Refused."""
     check_eval_config(cfg)
     run = Path(cfg.model, "model")
     model = str(run) if run.is_dir() else cfg.model
     try:
         tokenizer, context = load_model_files(model, cfg.rollout_tp)
-        return model, {task: load_benchmark(cfg, task, tokenizer, context) for task in cfg.task}
+        room = context - cfg.max_response_tokens
+        options = cfg.split, tokenizer, room, cfg.drop_long, cfg.limit
+        return model, {task: load_prompts(task, *options) for task in cfg.task}
     except ValueError as error:
         raise Refused(str(error)) from error
-
-
-def load_benchmark(
-    cfg: EvalConfig, task: str, tokenizer: PreTrainedTokenizerBase, context: int
-) -> Benchmark:
-    """The first `limit` problems of a task; ValueError where a prompt is too long to evaluate."""
-    problems, prompts = load_prompts(task, cfg.split, tokenizer, sys.maxsize)
-    first = list(zip(problems, prompts, strict=True))[: cfg.limit or None]
-    room = context - cfg.max_response_tokens
-    keep = [(problem, prompt) for problem, prompt in first if len(prompt) <= room]
-    dropped = len(first) - len(keep)
-    if dropped and not (cfg.drop_long and keep):
-        raise ValueError(
-            f"{dropped} of {len(first)} {cfg.split} prompts of {task} have over {room} tokens, the "
-            f"context of {context} less max_response_tokens: lower these, or --drop_long"
-        )
-    problems, prompts = zip(*keep, strict=True)
-    return Benchmark(list(problems), list(prompts), task_of(task).verifier, dropped)

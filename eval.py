@@ -112,10 +112,10 @@ def main() -> None:
         settings = results.settings_of(cfg, model, benchmarks)
         out = Path(cfg.out_dir or results.default_folder(settings))
         correct = results.begin_or_resume(out / "problems.jsonl", settings)
-
     init_distributed()
-    dist.broadcast_object_list(shared := [correct])  # other nodes may not see the folder
-    correct, rank, world = shared[0], dist.get_rank(), dist.get_world_size()
+    # Of rank 0: other nodes may not see the folder; the judge's time limit may drop other problems.
+    dist.broadcast_object_list(shared := [correct, benchmarks])
+    (correct, benchmarks), rank, world = shared, dist.get_rank(), dist.get_world_size()
     prompts = [prompt for b in benchmarks.values() for prompt in b.prompts]
     engine = None
     if sum(map(len, correct.values())) < len(prompts):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from config import Benchmark, EvalConfig, Refused
+from config import EvalConfig, Refused, Split
 
 # What decides how fast an evaluation goes and where it writes, and not what it finds.
-NO_SETTINGS = "out_dir chunk_responses kv_cache_gb max_num_seqs verbose".split()
+NO_SETTINGS = "out_dir chunk_responses rollout_tp kv_cache_gb max_num_seqs verbose".split()
 
 
-def settings_of(cfg: EvalConfig, model: str, benchmarks: dict[str, Benchmark]) -> dict:
+def settings_of(cfg: EvalConfig, model: str, benchmarks: dict[str, Split]) -> dict:
     """All that decides the result: settings, the very weights of `model`, the very prompts."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in NO_SETTINGS}
     weights = hashlib.sha256()

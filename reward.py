@@ -22,11 +22,12 @@ class Task(NamedTuple):
 HERE = Path(__file__).resolve().parent
 MAX_TEXT, MAX_ANSWER = 100_000, 300  # characters read: the end of a completion; a final answer
 PROMPT, GOLD = ("prompt", "problem", "question"), ("answer", "solution")  # columns: the first found
-AIME24 = "HuggingFaceH4/aime_2024 train"
+AIME24, MATH500 = "HuggingFaceH4/aime_2024 train", "HuggingFaceH4/MATH-500 test"
 TASKS = {  # Unchecked on the hub. All agree with programs that load them, + also with a data card.
     "tiny": Task(HERE / "tiny/train.jsonl", HERE / "tiny/heldout.jsonl", "exact", None),
     "gsm8k": Task("openai/gsm8k train main", "openai/gsm8k test main", "gsm8k"),  # +
-    "math": Task("DigitalLearningGmbH/MATH-lighteval train", "HuggingFaceH4/MATH-500 test"),
+    "math": Task("DigitalLearningGmbH/MATH-lighteval train", MATH500),
+    "math500": Task(None, MATH500),
     "deepscaler": Task("agentica-org/DeepScaleR-Preview-Dataset train", AIME24),  # +
     "aime2024": Task(None, AIME24),  # +
     "aime2025": Task(None, "MathArena/aime_2025 train"),
@@ -156,5 +157,4 @@ if __name__ == "__main__":
     print("a problem:", load_task("tiny", "train")[0])
     print("exact:", score(["8+5+0=13. 7+0+1=8. 4+8+0=12. 1283", "1284"], ["1283"] * 2, "exact"))
     print("gsm8k:", score(["48 and half of it. #### 72", "I guess 72"], ["72"] * 2, "gsm8k"))
-    texts = [r"So it is \boxed{0.5}.", r"\boxed{2}", r"\boxed{98^{97^{96}}}"]
-    print("math: ", score(texts, [r"\frac{1}{2}"] * 3), "for", texts)
+    print("math:", score([r"\boxed{0.5}", r"\boxed{98^{97^{96}}}"], [r"\frac{1}{2}"] * 2, "math"))

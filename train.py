@@ -49,7 +49,7 @@ from loss import (
 )
 from memory import dry_run
 from policy import Policy, build_policy, full_weights
-from reward import score, task_of
+from reward import score
 from rollout import Engine, Rollouts, init_distributed
 
 
@@ -233,17 +233,15 @@ def main() -> None:
         tokenizer, context = load_model_files(cfg.model, cfg.rollout_tp)
         drop = cfg.max_prompt_tokens > 0
         room = cfg.max_prompt_tokens or context - cfg.max_response_tokens
-        problems, prompts = load_prompts(cfg.task, "train", tokenizer, room, drop)
-        heldout = load_prompts(cfg.task, "heldout", tokenizer, room, drop)
+        problems, prompts, verifier, _ = load_prompts(cfg.task, "train", tokenizer, room, drop)
+        heldout = load_prompts(cfg.task, "heldout", tokenizer, room, drop, cfg.eval_problems)
     except ValueError as error:
         raise Refused(str(error)) from error
-    heldout = [part[: cfg.eval_problems or None] for part in heldout]
-    longest = max(map(len, prompts + heldout[1])) + cfg.max_response_tokens
+    longest = max(map(len, prompts + heldout.prompts)) + cfg.max_response_tokens
     if longest > context:
         raise Refused(
             f"prompt and response need {longest} tokens, {cfg.model} has room for {context}"
         )
-    verifier = task_of(cfg.task).verifier
 
     # Setup: process group, engine, policy, in this order (rollout.py says why).
     mesh = init_distributed()
@@ -281,7 +279,7 @@ def main() -> None:
         if evaluator is not engine:
             evaluator.load_weights(full_weights(policy), version="evaluation")
         own = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.policy_temperature)
-        correct = evaluate(evaluator, *heldout, verifier, **own)
+        correct = evaluate(evaluator, *heldout[:3], **own)
         return sum(correct) / len(correct)
 
     sampling = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.temperature)

@@ -64,7 +64,9 @@ def main() -> None:
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         updated = transformers.AutoModelForCausalLM.from_pretrained(f"{out}/run/model")
     initial = transformers.AutoModelForCausalLM.from_pretrained(str(ROOT / "tiny"))
-    problems, prompts = load_prompts("tiny", "train", load_model_files(str(ROOT / "tiny"))[0], 64)
+    problems, prompts, *_ = load_prompts(
+        "tiny", "train", load_model_files(str(ROOT / "tiny"))[0], 64
+    )
     init_distributed()
     plain = Engine(str(ROOT / "tiny"), 128)
     fp8 = Engine(str(ROOT / "tiny"), 128, quantization="fp8_per_channel")

@@ -1,6 +1,9 @@
 """Figures and table of the mismatch laboratory, from the mismatch.jsonl of a folder.
 
-    python experiments/plot.py [FOLDER]    # writes curves-*.png, ess-*.png and mismatch.md there
+    python experiments/plot.py [FOLDER]
+
+It writes there, for each learning rate, curves-*.png (held-out pass@1 by step), ess-*.png (e_B by
+step), strength-*.png (final pass@1 by the strength of the mismatch), and the table mismatch.md.
 
 A line is the mean over seeds, a band its 95% interval (Student's t); a cell with one seed has no
 band. Collapse means: final held-out pass@1 below half of the run's own best.
@@ -18,6 +21,18 @@ from matplotlib import pyplot as plt
 RESULTS = Path(__file__).resolve().parent / "results"
 # Two-sided 95% quantile of Student's t by the number of seeds.
 T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+# Mismatches of one kind by their strength; the same data for all at the weakest.
+KINDS = {
+    "temperature of the rollouts": {
+        "T = 0.6": 0.6,
+        "T = 0.8": 0.8,
+        "on-policy": 1.0,
+        "T = 1.2": 1.2,
+        "T = 1.4": 1.4,
+    },
+    "lag, steps": {"on-policy": 0, "lag 1": 1, "lag 4": 4, "lag 16": 16},
+    "updates on a rollout batch": {"on-policy": 1, "4 updates": 4, "16 updates": 16},
+}
 Runs = dict[tuple[float, str, str], list[dict]]  # by learning rate, setting, objective
 
 
@@ -92,6 +107,39 @@ def draw_curves(runs: Runs, rate: float, metric: str, label: str, path: Path) ->
     plt.close(figure)
 
 
+def draw_strength(runs: Runs, rate: float, path: Path) -> None:
+    """Final held-out pass@1 of each objective by the strength of each kind of mismatch. The last
+    panel has a point a cell, by how large the mismatch was found to be: 1 - e_B, over the run."""
+    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained", sharey=True)
+    objectives = list(dict.fromkeys(o for r, _, o in runs if r == rate))
+    for i, objective in enumerate(objectives):
+        style = dict(color=f"C{i}" if i < 10 else "black", marker="o", markersize=3)
+        for axis, (kind, settings) in zip(axes, KINDS.items(), strict=False):
+            cells = {x: runs.get((rate, s, objective)) for s, x in settings.items()}
+            found = {
+                x: interval([final_and_best(run)[0] for run in cell])
+                for x, cell in cells.items()
+                if cell
+            }
+            if len(found) > 1:
+                mean, half = zip(*found.values(), strict=True)
+                axis.errorbar(list(found), mean, half, capsize=2, **style)
+            axis.set(xlabel=kind)
+        cells = [cell for (r, _, o), cell in runs.items() if r == rate and o == objective]
+        x = [
+            statistics.mean(1 - e for run in cell for _, e in series(run, "ess")) for cell in cells
+        ]
+        y = [statistics.mean(final_and_best(run)[0] for run in cell) for cell in cells]
+        axes[3].plot(x, y, linestyle="", label=objective, **style)
+    axes[1].set_xscale("symlog", linthresh=1)
+    axes[2].set_xscale("log")
+    axes[3].set(xscale="log", xlabel="1 - e_B, mean over the run")
+    axes[0].set(ylabel="final held-out pass@1", ylim=(0, 1.02))
+    figure.legend(loc="outside lower center", ncols=6)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def table(runs: Runs, rate: float) -> str:
     """Final held-out pass@1, mean and 95% interval over seeds, collapses marked."""
     settings = list(dict.fromkeys(s for r, s, _ in runs if r == rate))
@@ -120,11 +168,14 @@ def main() -> None:
     rates = sorted({rate for rate, _, _ in runs})
     text = ["Final held-out pass@1: mean ± 95% interval (number of seeds).\n"]
     for rate in rates:
+        text.append(table(runs, rate) + "\n")
+        if len({setting for r, setting, _ in runs if r == rate}) == 1:
+            continue  # the choice of the learning rate
         draw_curves(
             runs, rate, "heldout_pass@1", "held-out pass@1", folder / f"curves-{rate:g}.png"
         )
         draw_curves(runs, rate, "ess", "e_B", folder / f"ess-{rate:g}.png")
-        text.append(table(runs, rate) + "\n")
+        draw_strength(runs, rate, folder / f"strength-{rate:g}.png")
     (folder / "mismatch.md").write_text("\n".join(text))
     print("\n".join(text))
 

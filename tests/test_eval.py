@@ -94,7 +94,7 @@ def test_the_bootstrap_gives_the_same_interval_every_time():
 
 
 def test_evaluate_counts_the_right_samples_of_each_problem(engine, policy):
-    problems, prompts = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
+    problems, prompts, *_ = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
     correct = evaluate(engine, problems[:64], prompts[:64], "exact", samples=4, max_tokens=64)
     assert len(correct) == 64 and set(correct) <= set(range(5))
     # The embedded policy solves about half: standard error sqrt(0.25 / 64) = 0.06 at most.
@@ -106,7 +106,7 @@ def test_evaluate_counts_the_right_samples_of_each_problem(engine, policy):
 
 
 def test_the_samples_of_a_problem_do_not_depend_on_the_chunk_that_it_comes_in(engine, policy):
-    problems, prompts = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
+    problems, prompts, *_ = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
 
     def counts(first, last):
         chunk = problems[first:last], prompts[first:last]
@@ -116,7 +116,7 @@ def test_the_samples_of_a_problem_do_not_depend_on_the_chunk_that_it_comes_in(en
 
 
 def test_greedy_samples_are_scored_as_they_read(engine, policy):
-    problems, prompts = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
+    problems, prompts, *_ = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
     texts = engine.sample(prompts[:32], 1, [0] * 32, temperature=0, max_tokens=64).text
     right = [text.split()[-1] == p["answer"] for text, p in zip(texts, problems, strict=False)]
     assert score(texts, [p["answer"] for p in problems[:32]], "exact") == right
@@ -313,7 +313,7 @@ def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
     # "478+805" is 9 tokens with <bos> and ':'; four digits make 11.
     with pytest.raises(ValueError, match="of 512 heldout prompts of tiny have over 9 tokens"):
         load_prompts("tiny", "heldout", tokenizer, room=9)
-    problems, prompts = load_prompts("tiny", "heldout", tokenizer, room=9, drop=True)
+    problems, prompts, *_ = load_prompts("tiny", "heldout", tokenizer, room=9, drop=True)
     assert {len(prompt) for prompt in prompts} == {9}
     assert f"dropped: {512 - len(problems)} of 512" in capsys.readouterr().out
 

@@ -441,6 +441,7 @@ LOADED = [
     ("gsm8k", "heldout", 1, "A diver", "-3"),
     ("math", "train", 7, "$3x=12$", "4"),
     ("math", "heldout", 2, "polar form", r"\left( 5, \frac{\pi}{2} \right)"),
+    ("math500", "heldout", 2, "polar form", r"\left( 5, \frac{\pi}{2} \right)"),
     ("deepscaler", "train", 2, "divisors", "8"),
     ("deepscaler", "heldout", 1, "remainder", "035"),
     ("aime2024", "heldout", 1, "remainder", "035"),
