@@ -66,23 +66,20 @@ Cell = tuple[str, str, float, int]  # setting, objective, learning rate, seed
 
 
 def cells(grid: str) -> list[Cell]:
-    """The runs of a grid, most telling first: a grid cut short has whole seeds of a part."""
+    """The runs of a grid, seed by seed: one cut short has whole seeds."""
     if grid == "learning_rate":
         rates = (1e-4, 2e-4, 5e-4, 1e-3)
         return [("on-policy", "p3o", rate, seed) for seed in range(2) for rate in rates]
     if grid == "reduced":
         settings = ("on-policy", "T = 0.6", "T = 1.4", "lag 16", "16 updates")
         return [(s, o, LEARNING_RATE, 0) for s in settings for o in EVERYWHERE]
-    everywhere = [(s, o) for s in SETTINGS for o in EVERYWHERE]
-    breaks = [(s, o) for s in WHERE_IT_BREAKS for o in OBJECTIVES if o not in EVERYWHERE]
-    plan = [(*cell, LEARNING_RATE, seed) for seed in range(3) for cell in everywhere]
-    plan += [(*cell, LEARNING_RATE, seed) for seed in range(3) for cell in breaks]
-    shown = [(s, o) for s in WHERE_IT_BREAKS for o in EVERYWHERE]
-    larger = [("on-policy", o) for o in OBJECTIVES] + shown
-    plan += [(*cell, LARGER, seed) for seed in range(3) for cell in larger]
-    plan += [(*cell, LEARNING_RATE, seed) for seed in (3, 4) for cell in shown]
-    ablated = [(s, o) for s in WHERE_IT_BREAKS for o in ABLATIONS]
-    return plan + [(*cell, LEARNING_RATE, seed) for seed in range(3) for cell in ablated]
+    everywhere = [(s, o, LEARNING_RATE) for s in SETTINGS for o in EVERYWHERE]
+    others = [o for o in (*OBJECTIVES, *ABLATIONS) if o not in EVERYWHERE]
+    breaks = [(s, o, LEARNING_RATE) for s in WHERE_IT_BREAKS for o in others]
+    larger = [("on-policy", o, LARGER) for o in OBJECTIVES]
+    shown = [(s, o, LEARNING_RATE) for s in WHERE_IT_BREAKS for o in EVERYWHERE]
+    plan = [(*cell, seed) for seed in range(3) for cell in everywhere + breaks + larger]
+    return plan + [(*cell, seed) for seed in (3, 4) for cell in shown]
 
 
 def finished(results: Path) -> Iterator[Cell]:
