@@ -86,6 +86,7 @@ class Log:
         row |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
         row["tokens_per_second"] = tokens / seconds
         if torch.cuda.is_available():
+            # Of torch, which does not know that what an engine had is free while it sleeps.
             row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         else:
             row["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -15,7 +15,9 @@ from config import Config, Refused
 GB = 2**30
 CHUNK = 1024  # response tokens whose logits exist at once: Policy.forward
 PROMPT = 1024  # tokens counted for a prompt where max_prompt_tokens sets no limit
-PREFILL = 16384  # tokens that vLLM prefills at once, by default, on a GPU of 70 GB or more
+PREFILL = (
+    16384  # tokens that vLLM prefills at once, by default, on an H100; elsewhere as many or fewer
+)
 # A guess. CUDA: context and kernels 1, NCCL 1, CUDA graphs 2, fragmentation 2. CPU: the programs.
 RESERVE = {"cuda": 6 * GB, "cpu": 2 * GB}
 
@@ -104,7 +106,7 @@ def phases(
         second = e * sum(numel) // cfg.rollout_tp + sum(cache.values())
         weights |= {"second engine, to evaluate": second}
     awake = weights | cache
-    # On CUDA the engine sleeps at level 2: nothing stays. On CPU it never sleeps.
+    # On CUDA the engine sleeps at level 2: weights and cache go, and RESERVE has the rest.
     asleep = {} if device == "cuda" else awake
     # build_policy reads all weights into main memory; from there a layer at a time is sharded.
     load = {

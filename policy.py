@@ -51,6 +51,8 @@ def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
         model.gradient_checkpointing_enable()
     auto = "bfloat16" if mesh.device_type == "cuda" else "float32"
     dtype = getattr(torch, cfg.dtype.replace("auto", auto))
+    if mesh.device_type == "cuda" and dtype == torch.bfloat16:
+        torch.set_float32_matmul_precision("high")  # the head: TF32 holds a bfloat16 exactly
     # The batch is not cast: its log-probabilities are no activations, and rounding ruins them.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     policy = Policy(model, cfg.policy_temperature)

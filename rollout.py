@@ -72,8 +72,8 @@ def init_distributed() -> dist.DeviceMesh:
         dist.init_process_group("gloo")
         # torchrun gives each of several ranks one thread; the engine keeps the number it finds.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
-    mesh = dist.init_device_mesh(device.type, (nodes, local), mesh_dim_names=("node", "rank"))
-    return mesh if nodes > 1 else mesh["rank"]
+    shape, names = ((nodes, local), ("node", "rank")) if nodes > 1 else ((local,), ("rank",))
+    return dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def fp8_round(weight: torch.Tensor) -> torch.Tensor:
@@ -125,6 +125,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
+            gpu_memory_utilization=0.01,  # not used, as the cache has its size; but it must be free
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,
             use_tqdm_on_load=verbose,
@@ -177,7 +178,6 @@ class Engine:
                 yield name, fp8_round(weight.to(self.dtype)) if fp8 else weight.to(self.dtype)
 
         if self.can_sleep:
-            torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=as_loaded()))
         if self.can_sleep:

@@ -243,14 +243,14 @@ def main() -> None:
             f"prompt and response need {longest} tokens, {cfg.model} has room for {context}"
         )
 
-    # Setup: process group, engine, policy, in this order (rollout.py says why).
+    # Setup: process group, engine in it, and, while the engine sleeps, the policy.
     mesh = init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
     # One clock, and one list of problems: the judge's time limit could differ between the ranks.
     name = cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
-    shared = [name, problems, prompts, heldout]
+    shared = [name, problems, prompts, heldout, longest]
     dist.broadcast_object_list(shared)
-    cfg.out_dir, problems, prompts, heldout = shared
+    cfg.out_dir, problems, prompts, heldout, longest = shared
     if rank == 0:
         Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
         write_whole(Path(cfg.out_dir, "config.json"), json.dumps(asdict(cfg), indent=1) + "\n")
@@ -264,7 +264,7 @@ def main() -> None:
     engine.sleep()
     policy = build_policy(cfg, mesh)
     optimizer = torch.optim.AdamW(
-        policy.parameters(), cfg.learning_rate, weight_decay=cfg.weight_decay
+        policy.parameters(), cfg.learning_rate, weight_decay=cfg.weight_decay, fused=True
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR
     schedule = warm_up(optimizer, lambda n: min(1.0, (n + 1) / max(1, cfg.warmup_steps)))
@@ -340,7 +340,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, FloatingPointError) as error:  # raised on all ranks alike
+    except (Refused, FloatingPointError) as error:  # almost always on all ranks alike
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
