@@ -45,7 +45,8 @@ CAPTIONS = {
     "speed": """Tokens: sampled in a rollout, all in an update. FLOPs of a pass: 2 x (weights of the
 layers x tokens + weights of the head x response tokens) + 4 x layers x heads x head size x pairs of
 tokens of which one attends to the other. Passes: 1 in a rollout (prompts once a group), 3 in an
-update (what is computed again does not count).""",
+update (what is computed again does not count). Each is one reading, the second: the update is the
+same for all engines: how far its "times unquantized" is from 1 tells the noise in a rollout's.""",
     "phases": """GB of 2^30 bytes after a phase, of the rank with the most. used: of the device, by
 all programs; as torch keeps what it frees, about the peak of a rollout or update. allocated: by
 torch, then and at most; it counts an engine that sleeps, whose memory is free.""",
