@@ -3,13 +3,14 @@
 # make test-all    all tests, those of minutes included
 # make reproduce   a reduced grid of the paper's experiments and its figures: half an hour
 # make bench       the benchmark of experiments/bench.py
+# make gpu-check   mismatch, memory and speed on this machine's GPU: minutes; nothing on a CPU
 # make lint        ruff
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: train test test-all reproduce bench lint
+.PHONY: train test test-all reproduce bench gpu-check lint
 train: .venv/installed
 	$(BIN)/torchrun --standalone train.py
 
@@ -25,6 +26,9 @@ reproduce: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python experiments/bench.py
+
+gpu-check: .venv/installed
+	$(BIN)/torchrun --standalone experiments/gpu_check.py --out runs/gpu-check.json
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .
