@@ -110,6 +110,7 @@ def check(cfg: Config, prompts: list[list[int]]) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     options = dict(dtype=cfg.rollout_dtype, kv_cache_gb=cfg.kv_cache_gb, verbose=cfg.verbose)
     options |= dict(quantization=cfg.rollout_quantization, max_num_seqs=cfg.max_num_seqs)
+    options |= dict(tp=cfg.rollout_tp)
     with phase(phases, "engine loaded"):
         longest = max(map(len, prompts)) + cfg.max_response_tokens
         engine = Engine(cfg.model, longest, can_sleep=True, **options)
@@ -190,9 +191,10 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        tokenizer, context = load_model_files(cfg.model)
+        tokenizer, context = load_model_files(cfg.model, cfg.rollout_tp)
         room = min(cfg.max_prompt_tokens or context, context - cfg.max_response_tokens)
-        _, prompts = load_prompts(cfg.task, "train", tokenizer, room, cfg.max_prompt_tokens > 0)
+        drop = cfg.max_prompt_tokens > 0
+        prompts = load_prompts(cfg.task, "train", tokenizer, room, drop).prompts
     except ValueError as error:
         raise Refused(str(error)) from error
     results: dict = {"engines": {}}
