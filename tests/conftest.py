@@ -113,38 +113,52 @@ def prompts():
     return load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)[1]
 
 
-@pytest.fixture
-def train_here(group, monkeypatch, tmp_path):
-    """Run train.py with these flags in this process, which has vLLM loaded; its metrics, by step.
+@pytest.fixture(scope="session")
+def run_here(group):
+    """Run a script's main() with these flags in this process, which has vLLM loaded.
 
     Only what a process can do once is left out: to join the process group, and to end it.
     """
     import signal
     import sys
 
-    import rollout
-    import train
+    import torch.distributed as dist
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(train, "init_distributed", lambda: group)
-    monkeypatch.setattr(rollout.Engine, "close", lambda engine: None)
+    import rollout
 
     def build(*arguments, **options):
         KEPT.append(rollout.Engine(*arguments, **options))
         return KEPT[-1]
 
-    monkeypatch.setattr(train, "Engine", build)
+    def run(module, *flags, main=None):
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "init_distributed", lambda: group)
+            patch.setattr(module, "Engine", build)
+            patch.setattr(rollout.Engine, "close", lambda engine: None)
+            patch.setattr(dist, "destroy_process_group", lambda: None)
+            patch.setattr(sys, "argv", [module.__file__, *flags])
+            try:
+                (main or module.main)()
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+
+    return run
+
+
+@pytest.fixture
+def train_here(run_here, tmp_path):
+    """Run train.py with these flags in this process; its metrics, by step."""
+    import train
 
     def run(*flags):
         out = tmp_path / f"run-{len(KEPT)}"
         defaults = ["--eval_every=0", "--eval_problems=64", f"--out_dir={out}"]
-        monkeypatch.setattr(sys, "argv", ["train.py", *defaults, *flags])
         try:
-            train.main()
+            run_here(train, *defaults, *flags)
         finally:
             rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
         return rows
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run

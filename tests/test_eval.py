@@ -1,6 +1,8 @@
 """pass@k against every possible draw, its intervals against closed forms; evaluation on a real
 engine, as a function and as a script that is killed and goes on."""
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -133,14 +135,10 @@ def command(ranks, *arguments):
     return [sys.executable, *(launcher if ranks > 1 else []), ROOT / "eval.py", *arguments]
 
 
-def run(command):
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """Two benchmarks of 40 and of 9 problems and a dropped one, evaluated undisturbed on one rank
-    (folder "whole"), and killed on one rank and resumed on two (folder "killed")."""
+def done(run_here, tmp_path_factory):
+    """Two benchmarks of 40 and of 9 problems and a dropped one, evaluated undisturbed on one rank,
+    this process (folder "whole"), and killed on one rank and resumed on two (folder "killed")."""
     folder = tmp_path_factory.mktemp("evaluation")
     lines = (ROOT / "tiny/heldout.jsonl").read_text().splitlines()[100:109]
     lines.append(json.dumps({"prompt": "1" * 70 + "+1", "answer": "1" * 69 + "2"}))
@@ -150,24 +148,24 @@ def done(tmp_path_factory):
     flags = f"--task tiny {folder}/sums --samples=4 --limit=40 --drop_long --chunk_responses=16"
     flags = flags.split()
 
-    def start(out_dir):
-        options = dict(cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-        whole = command(1, *flags, f"--out_dir={folder / out_dir}")
-        return subprocess.Popen(whole, process_group=0, **options)
+    def start(ranks, **options):
+        started = command(ranks, *flags, f"--out_dir={folder / 'killed'}")
+        options |= dict(cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(started, **options)
 
-    whole, killed = start("whole"), start("killed")  # beside each other, for speed
+    killed = start(1, process_group=0)
     path = folder / "killed/problems.jsonl"
     while killed.poll() is None and (not path.exists() or len(path.open().readlines()) < 2):
         time.sleep(0.01)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     left = path.read_text()
-    printed, _ = whole.communicate()
-    assert whole.returncode == 0
-    resumed = command(2, *flags, f"--out_dir={folder / 'killed'}")
-    again = run(resumed)
-    assert again.returncode == 0, again.stderr
-    return folder, left, printed, again.stdout
+    resumed = start(2, stderr=subprocess.PIPE)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # meanwhile
+        run_here(eval, *flags, f"--out_dir={folder / 'whole'}")
+    printed_by_two, errors = resumed.communicate()
+    assert resumed.returncode == 0, errors
+    return folder, left, printed.getvalue(), printed_by_two
 
 
 def test_a_killed_evaluation_goes_on_from_its_last_chunk_on_any_number_of_ranks(done):
@@ -223,14 +221,13 @@ def test_the_table_is_printed_and_written_with_its_settings(done):
         assert line in text.splitlines()
 
 
-def test_a_finished_evaluation_is_reported_again_without_an_engine(done):
+def test_a_finished_evaluation_is_reported_again_without_an_engine(done, run_here):
     folder, _, _, _ = done
     before = (folder / "whole/results.md").read_text()
     (folder / "whole/results.md").unlink()
     flags = f"--task tiny {folder}/sums --samples=4 --limit=40 --drop_long --kv_cache_gb=1e9"
-    arguments = [*flags.split(), f"--out_dir={folder}/whole"]  # an engine would want an exabyte
-    again = run(command(1, *arguments))
-    assert again.returncode == 0, again.stderr
+    # An engine would want an exabyte.
+    run_here(eval, *flags.split(), f"--out_dir={folder}/whole")
     assert (folder / "whole/results.md").read_text() == before
 
 
@@ -356,12 +353,6 @@ def test_bad_input_is_one_sentence_before_the_engine_is_built(
         eval.main()
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value) and not out.exists()
-
-
-def test_a_refused_evaluation_exits_with_one_line_and_status_1():
-    done = run(command(1, "--samples=0"))
-    assert done.returncode == 1
-    assert done.stderr == "eval.py: samples is 0: it has to be positive\n" and not done.stdout
 
 
 def test_what_the_user_leaves_open_is_decided_by_the_other_settings(tmp_path):

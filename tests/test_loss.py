@@ -4,6 +4,7 @@ method, other splits of the batch, extreme inputs; and the suite against wrong l
 pytest tests/test_loss.py --loss path/to/another_loss.py runs it on a file of the same interface."""
 
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -474,12 +475,11 @@ def rank_cases():
     return {"all ranks": (batch, mask), "half of them": (batch, half)}
 
 
-def worker(path, folder):
+def worker(rank, path, folder):
     """One of 4 gloo ranks. In groups of 1, 2 and 4 each takes its rows, gathers what the batch-wide
     quantities need, and adds up the losses: as the trainer does. Rank 0 saves what came out."""
     import torch.distributed as dist
 
-    rank = int(os.environ["RANK"])
     store = dist.FileStore(os.path.join(folder, "store"), 4)
     dist.init_process_group("gloo", rank=rank, world_size=4, store=store)
     loss, results = load_module(path), {}
@@ -513,12 +513,8 @@ def worker(path, folder):
 def rank_results(loss, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, __file__, loss.__file__, str(folder)]
-    ranks = [
-        subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}, stderr=subprocess.PIPE)
-        for rank in range(4)
-    ]
-    errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
-    assert not any(rank.returncode for rank in ranks), "\n".join(errors)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     return torch.load(folder / "results.pt")
 
 
@@ -686,10 +682,19 @@ def test_another_loss_is_refused_when_its_interface_differs(tmp_path):
     source = LOSS.read_text().replace("def group_advantage(reward:", "def group_advantage(rewards:")
     other.write_text(source)
     command = [sys.executable, "-m", "pytest", __file__, "-q", "--loss"]
-    for path, message in ((other, "group_advantage(rewards"), (tmp_path / "no.py", "no such file")):
-        result = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120)
-        assert result.returncode != 0 and message in result.stderr + result.stdout
+    printed = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wrong = {str(other): "group_advantage(rewards", str(tmp_path / "no.py"): "no such file"}
+    started = {path: subprocess.Popen([*command, path], **printed) for path in wrong}
+    for path, process in started.items():  # both at once
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode != 0 and wrong[path] in out
 
 
 if __name__ == "__main__":
-    worker(*sys.argv[1:])
+    fork = multiprocessing.get_context("fork")  # where torch is imported already
+    ranks = [fork.Process(target=worker, args=(rank, *sys.argv[1:])) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))

@@ -1,13 +1,14 @@
 """Each source of mismatch, on real engines: it is there, it follows the weights, e_B sees it."""
 
-import subprocess
-import sys
+import functools
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import KEPT
 
+from experiments import meter
 from experiments.meter import measure, most_off
 from loss import effective_sample_size
 from policy import Policy
@@ -41,7 +42,7 @@ def test_behavior_log_probabilities_are_those_of_the_fp8_engine_and_follow_a_syn
     for version in "1", "2":
         for either in plain, fp8:
             either.load_weights(policy.state_dict().items(), version)
-        unquantized, quantized = sample(plain, prompts[:64]), sample(fp8, prompts[:64])
+        unquantized, quantized = sample(plain, prompts[:32]), sample(fp8, prompts[:32])
         assert quantized.weight_version == version
         # fp8 costs at least ten times what rounding to the engine's own dtype costs ...
         assert lost(policy, quantized) > 10 * lost(policy, unquantized)
@@ -57,7 +58,7 @@ def test_behavior_log_probabilities_are_those_of_the_fp8_engine_and_follow_a_syn
 
 def test_e_b_falls_with_the_distance_of_the_temperature_from_1(engine, policy, prompts):
     cost = {
-        t: lost(policy, sample(engine, prompts[:64], temperature=t))
+        t: lost(policy, sample(engine, prompts[:32], temperature=t))
         for t in (0.6, 0.8, 1.0, 1.2, 1.4)
     }
     assert cost[1.0] < 1e-6 < 1e-3 < cost[0.8] < cost[0.6]
@@ -92,14 +93,15 @@ def test_raw_log_probabilities_would_leave_e_b_blind_to_the_temperature(engine, 
 def test_top_p_and_top_k_cost_what_they_cut_off(engine, policy, prompts):
     # On what was sampled rho = S, the mass that was kept: below 1, and not the same everywhere.
     for sampling in {"top_p": 0.8}, {"top_k": 2}:
-        rollouts = sample(engine, prompts[:64], **sampling)
+        rollouts = sample(engine, prompts[:32], **sampling)
         ratio = log_ratio(policy, rollouts)
         assert ratio[rollouts.mask].max() < 1e-4
         assert lost(policy, rollouts) > 1e-3
 
 
 def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_sees_it(train_here):
-    rows = train_here("--lag=2", "--steps=5", "--learning_rate=2e-3", "--warmup_steps=0")[1:]
+    flags = "--lag=2 --steps=5 --prompts_per_step=8 --learning_rate=2e-3 --warmup_steps=0"
+    rows = train_here(*flags.split())[1:]
     # Step s uses the weights of max(0, s - 1 - 2): two batches are sampled before the first update.
     assert [row["weight_version"] for row in rows] == ["0", "0", "0", "1", "2"]
     assert rows[0]["ess"] > 0.9999  # sampled before any update, used for the first
@@ -107,17 +109,18 @@ def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_see
 
 
 def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(train_here):
-    flags = ["--passes=2", "--minibatches=2", "--steps=2", "--learning_rate=2e-3"]
-    for row in train_here(*flags, "--warmup_steps=0")[1:]:
+    flags = "--passes=2 --minibatches=2 --steps=2 --prompts_per_step=8 --learning_rate=2e-3"
+    for row in train_here(*flags.split(), "--warmup_steps=0")[1:]:
         assert row["mismatch_mean"] < 0.01  # before the first update
         assert row["ess_min"] < 0.99  # at the last
 
 
 def test_held_out_accuracy_is_that_of_the_policy_not_of_its_fp8_copy(train_here):
     # Before training the policy is the same, and so are its samples.
-    plain = train_here("--steps=1", "--rollout_dtype=float32")[0]["heldout_pass@1"]
-    fp8 = "--rollout_quantization=fp8_emulated"
-    assert train_here("--steps=1", "--rollout_dtype=float32", fp8)[0]["heldout_pass@1"] == plain
+    flags = "--steps=1", "--prompts_per_step=4", "--rollout_dtype=float32"
+    plain, fp8 = train_here(*flags), train_here(*flags, "--rollout_quantization=fp8_emulated")
+    assert fp8[0]["heldout_pass@1"] == plain[0]["heldout_pass@1"]
+    assert fp8[1]["mismatch_mean"] > 10 * plain[1]["mismatch_mean"]  # the samples it learns from
 
 
 def test_the_meter_gives_the_numbers_of_a_batch_that_can_be_done_by_hand():
@@ -140,10 +143,10 @@ def test_the_meter_names_the_tokens_that_are_off_most(engine, policy, prompts):
     assert by_token[";"] > 0.1 > by_token["="]
 
 
-def test_the_meter_as_a_command_prints_e_b_quantiles_kl_and_tokens():
-    command = [sys.executable, "rollout.py", "--responses=32", "--temperature=1.2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_rollout_py_is_the_meter_and_prints_e_b_quantiles_kl_and_tokens(run_here, capsys):
+    rollout_py = functools.partial(runpy.run_path, str(ROOT / "rollout.py"), run_name="__main__")
+    run_here(meter, "--responses=32", "--temperature=1.2", main=rollout_py)
+    printed = capsys.readouterr().out
     for name in "e_B", "mean |log rho|", "KL", "rho q99", "most off":
-        assert name in done.stdout
-    assert 0.9 < float(done.stdout.split("e_B")[1].split()[0]) < 0.999
+        assert name in printed
+    assert 0.9 < float(printed.split("e_B")[1].split()[0]) < 0.999

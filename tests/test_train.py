@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradient_on_ranks import CASES, GROUP, WHOLE
+from gradient_on_ranks import CASES, GROUP, WHOLE, gradients_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -62,10 +62,10 @@ def metrics(out_dir):
 
 
 @pytest.fixture(scope="module")
-def gradients(engine, prompts, tmp_path_factory):
+def gradients(engine, group, prompts, tmp_path_factory):
     """Of a policy that has moved away from the one that sampled: gradients by plain autograd on the
-    whole batch; on 1 and on 2 ranks {ranks: {case: (gradient, statistics)}}; and what computes them
-    on more."""
+    whole batch; on 1 rank, this process, and on 2 {ranks: {case: (gradient, statistics)}}; and what
+    computes them on more; and the folder with model/ and saved-N/, as N ranks save it."""
     folder = tmp_path_factory.mktemp("gradients")
     model = AutoModelForCausalLM.from_pretrained("tiny")
     engine.load_weights(model.state_dict().items(), version="0")
@@ -95,7 +95,8 @@ def gradients(engine, prompts, tmp_path_factory):
             on_nodes(nodes, ranks // nodes, "tests/gradient_on_ranks.py", str(folder))
         return torch.load(folder / f"gradients-{ranks}.pt", weights_only=False)
 
-    return plain, {1: on_ranks(1), 2: on_ranks(2)}, on_ranks
+    here = gradients_of(build_policy(Config(model=str(folder / "model")), group), str(folder))
+    return plain, {1: here, 2: on_ranks(2)}, on_ranks, folder
 
 
 def relative_error(found, expected):
@@ -108,7 +109,7 @@ def relative_error(found, expected):
 def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_and_2_ranks(
     objective, tokens, gradients
 ):
-    plain, found, _ = gradients
+    plain, found, *_ = gradients
     for ranks in 1, 2:
         assert relative_error(found[ranks][objective, tokens][0], plain[objective]) < 1e-4, ranks
 
@@ -117,13 +118,13 @@ def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_and_
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_gradient_is_that_of_the_whole_batch_on_4_ranks_of_1_and_of_2_nodes(nodes, gradients):
     # On two nodes the weights are sharded within each and replicated across: HSDP.
-    plain, _, on_ranks = gradients
+    plain, _, on_ranks, _ = gradients
     for (objective, _), (gradient, _) in on_ranks(4, nodes).items():
         assert relative_error(gradient, plain[objective]) < 1e-4
 
 
 def test_the_logged_statistics_are_those_of_the_whole_batch_too(gradients):
-    _, found, _ = gradients
+    _, found, *_ = gradients
     expected = found[1]["p3o", WHOLE][1]
     assert 0.1 < expected["ess"] < 0.95 and expected["capped"] > 0.05  # a stale batch
     for ranks in 1, 2:
@@ -132,9 +133,18 @@ def test_the_logged_statistics_are_those_of_the_whole_batch_too(gradients):
 
 
 def test_the_gradients_of_the_objectives_differ_by_far_more_than_that(gradients):
-    plain, _, _ = gradients
+    plain, *_ = gradients
     for name in set(OBJECTIVES) - {"p3o"}:
         assert relative_error(plain[name], plain["p3o"]) > 0.1
+
+
+def test_two_ranks_save_the_whole_model(gradients):
+    *_, folder = gradients
+    right, found = (
+        AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+        for name in ("model", "saved-2")
+    )
+    assert all(torch.equal(found[name], weight) for name, weight in right.items())
 
 
 def test_in_bfloat16_only_the_forward_pass_is_rounded(engine, policy, prompts, group):
@@ -175,11 +185,11 @@ def test_noise_seeds_never_repeat_in_a_run_and_differ_between_runs():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """15 steps of the default with twice its learning rate: (out_dir, what was printed)."""
+    """10 steps of half the default's prompts, with 4 times its learning rate: (out_dir, what was
+    printed)."""
     out = tmp_path_factory.mktemp("runs") / "short"
-    return out, torchrun(
-        1, "train.py", "--steps=15", "--learning_rate=4e-4", "--eval_every=0", f"--out_dir={out}"
-    )
+    flags = "--steps=10 --prompts_per_step=16 --learning_rate=8e-4 --eval_every=0".split()
+    return out, torchrun(1, "train.py", *flags, f"--out_dir={out}")
 
 
 def test_a_short_run_raises_held_out_accuracy(run):
@@ -192,8 +202,8 @@ def test_a_short_run_raises_held_out_accuracy(run):
 
 def test_every_step_logs_what_a_reader_of_the_run_needs(run):
     rows = metrics(run[0])[1:]
-    assert [row["step"] for row in rows] == list(range(1, 16))
-    assert [row["weight_version"] for row in rows] == [str(step) for step in range(15)]
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["weight_version"] for row in rows] == [str(step) for step in range(10)]
     names = """reward groups_with_signal response_tokens truncated entropy loss kl capped ratio
         ess ess_min ratio_q1 ratio_q50 ratio_q99 mismatch_mean mismatch_max grad_norm learning_rate
         rollout_seconds reward_seconds update_seconds sync_seconds tokens_per_second
@@ -206,15 +216,15 @@ def test_every_step_logs_what_a_reader_of_the_run_needs(run):
 
 def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run):
     lines = [line for line in run[1].splitlines() if line.strip()]
-    assert sum(line.startswith("step") for line in lines) == 16
-    assert len(lines) == 16 + 7, run[1]
+    assert sum(line.startswith("step") for line in lines) == 11
+    assert len(lines) == 11 + 7, run[1]
     assert "before" in run[1] and "seconds in rollout" in run[1]
 
 
 def test_a_run_leaves_the_files_that_it_promises(run):
     out = run[0]
     config = json.loads((out / "config.json").read_text())
-    assert config["steps"] == 15 and config["objective"] == "p3o" and config["seed"] == 0
+    assert config["steps"] == 10 and config["objective"] == "p3o" and config["seed"] == 0
     sample = json.loads(open(out / "samples.jsonl").readline())
     assert set(sample) == {"step", "reward", "prompt", "response"}
     assert (out / "curves.png").stat().st_size > 10_000
@@ -233,25 +243,18 @@ def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(run, build_
         assert tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True) == text
 
 
-def test_two_ranks_do_what_one_rank_does(train_here, tmp_path):
-    # In bfloat16 a batch of another size rounds differently, which flips single samples.
-    flags = "--steps=2 --eval_every=0 --rollout_dtype=float32 --eval_problems=64".split()
-    one = train_here(*flags)
-    torchrun(2, "train.py", *flags, f"--out_dir={tmp_path / 'two'}")
-    two = metrics(tmp_path / "two")
-    assert one[0]["heldout_pass@1"] == two[0]["heldout_pass@1"]
-    for a, b in zip(one[1:], two[1:], strict=True):
-        for name in "reward", "response_tokens", "groups_with_signal":
-            assert a[name] == pytest.approx(b[name], rel=1e-6)
-        for name in "ess", "grad_norm", "entropy":
-            assert a[name] == pytest.approx(b[name], rel=1e-3)
+# In bfloat16 a batch of another size rounds differently, which flips single samples.
+SAME = "--rollout_dtype=float32 --prompts_per_step=16 --eval_every=0 --eval_problems=64".split()
 
 
-def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(tmp_path):
-    out = tmp_path / "run"
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """A run on two ranks that gets a Ctrl-C after its second step: (out_dir, what was printed, its
+    launcher)."""
+    out = tmp_path_factory.mktemp("two-ranks") / "run"
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / "train.py"]
     process = subprocess.Popen(
-        [*command, f"--out_dir={out}", "--eval_problems=64"],
+        [*command, *SAME, f"--out_dir={out}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -265,15 +268,30 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(tmp_path)
             os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: to launcher and ranks
             break
     printed += process.stdout.readlines()
-    assert process.wait() != 0
+    process.wait()
+    return out, "".join(printed), process
+
+
+def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(two_ranks):
+    out, text, process = two_ranks
+    assert process.returncode != 0
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-    text = "".join(printed)
     assert "stopped by signal 2 after step" in text and "--resume" in text
-    assert len(printed) < 50, text  # torchrun's own traceback of the signal is half of them
+    assert len(text.splitlines()) < 50, text  # torchrun's own traceback of the signal is half
     done = [row["step"] for row in metrics(out)]
     assert done == list(range(len(done))) and len(done) >= 3
     assert (out / "checkpoints" / f"step-{done[-1]:06d}" / ".metadata").exists()
+
+
+def test_two_ranks_do_what_one_rank_does(two_ranks, train_here):
+    one, two = train_here(*SAME, "--steps=2"), metrics(two_ranks[0])
+    assert one[0]["heldout_pass@1"] == two[0]["heldout_pass@1"]
+    for a, b in zip(one[1:], two[1:3], strict=True):
+        for name in "reward", "response_tokens", "groups_with_signal":
+            assert a[name] == pytest.approx(b[name], rel=1e-6)
+        for name in "ess", "grad_norm", "entropy":
+            assert a[name] == pytest.approx(b[name], rel=1e-3)
 
 
 # What the user can get wrong
@@ -331,11 +349,15 @@ def test_the_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path):
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
-def test_a_refused_run_exits_with_one_line_and_status_1():
-    command = [sys.executable, ROOT / "train.py", "--objective=grpo", "--objective_args", "eps=x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("train.py: ")
+def test_a_refused_run_or_evaluation_exits_with_one_line_and_status_1():
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run, evaluation = (  # both at once
+        subprocess.Popen([sys.executable, ROOT / script, flag], **options)
+        for script, flag in (("train.py", "--steps=0"), ("eval.py", "--samples=0"))
+    )
+    assert run.communicate() == ("", "train.py: steps is 0: it has to be positive\n")
+    assert evaluation.communicate() == ("", "eval.py: samples is 0: it has to be positive\n")
+    assert run.returncode == evaluation.returncode == 1
 
 
 def test_flags_override_the_recipe_and_a_recipe_has_only_fields_of_config(tmp_path):
@@ -387,4 +409,4 @@ def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_we
 
     monkeypatch.setattr(Engine, "load_weights", forgetful)
     with pytest.raises(Refused, match="step 2: a batch was sampled by weights 1, not by weights 2"):
-        train_here("--steps=4")
+        train_here("--steps=4", "--prompts_per_step=4")
