@@ -52,10 +52,15 @@ def peak_bytes(run):
 
 def gradient_peak(cfg, group, rows, length=64):
     """Peak of forward and backward passes on rows x length tokens, gradients included."""
-    policy = build_policy(cfg, group)
-    batch = random_batch(rows, length, policy.model.config.vocab_size)
-    # Twice, as with two micro-batches: the second finds the gradient of the first.
-    return peak_bytes(lambda: [policy(batch).sum().backward() for _ in range(2)])
+
+    def once():
+        policy = build_policy(cfg, group)
+        batch = random_batch(rows, length, policy.model.config.vocab_size)
+        # Twice, as with two micro-batches: the second finds the gradient of the first.
+        return peak_bytes(lambda: [policy(batch).sum().backward() for _ in range(2)])
+
+    # Now and then a thread has freed a buffer of FSDP before the next one is made: not the peak.
+    return max(once() for _ in range(4))
 
 
 def counted_peak(cfg, rows, length=64):
@@ -96,20 +101,17 @@ def test_shards_are_padded_to_equal_length():
 
 @pytest.mark.parametrize("dtype, checkpointing", [("float32", False), ("bfloat16", True)])
 def test_activations_by_token(group, dtype, checkpointing):
-    """The growth from 16 to 48 rows, so without weights: counted 5 % low to 30 % high.
-
-    When a buffer is freed depends on threads, so on how busy the machine is: the peak varies.
-    """
+    """The growth from 16 to 48 rows, so without weights: counted 5 % low to 20 % high."""
     cfg = Config(dtype=dtype, gradient_checkpointing=checkpointing, max_response_tokens=48)
     real = gradient_peak(cfg, group, 48) - gradient_peak(cfg, group, 16)
     counted = counted_peak(cfg, 48) - counted_peak(cfg, 16)
-    assert 0.95 * real < counted < 1.3 * real
+    assert 0.95 * real < counted < 1.2 * real
 
 
-@pytest.mark.parametrize("width, rows, high", [(64, 32, 1.15), (512, 2, 1.55)])
+@pytest.mark.parametrize("width, rows, high", [(64, 32, 1.15), (512, 2, 1.45)])
 def test_logits_and_head(group, tmp_path, width, rows, high):
     """A vocabulary of 20,000: mostly logits, counted up to 15 % high; mostly the head's weights,
-    up to 55 % high, since its float32 copies and its gathered gradient do not all meet."""
+    up to 45 % high, since its float32 copies and its gathered gradient do not all meet."""
     config = transformers.AutoConfig.from_pretrained("tiny", vocab_size=20_000, hidden_size=width)
     config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers = 2, 2, 1
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

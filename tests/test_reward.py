@@ -409,7 +409,7 @@ def test_the_demonstration_runs_and_shows_a_hostile_completion_get_0():
     )
     assert done.returncode == 0 and done.stderr == ""
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("math:  [1.0, 0.0, 0.0]") and "98^{97^{96}}" in last
+    assert last == "math: [1.0, 0.0]"  # of 0.5, and of 98^{97^{96}}
 
 
 def test_the_judge_is_a_program_of_its_own():
