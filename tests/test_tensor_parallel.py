@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import Config, EvalConfig, Refused, check_config, load_evaluation, load_model_files
 
-FLAGS = "--steps=2 --eval_every=0 --rollout_dtype=float32 --eval_problems=63".split()
+FLAGS = "--steps=2 --prompts_per_step=4 --rollout_dtype=float32 --eval_problems=15".split()
 
 
 def assert_same_run(found, expected):
     assert found[0]["heldout_pass@1"] == expected[0]["heldout_pass@1"]
-    assert found[-1]["heldout_pass@1"] == pytest.approx(expected[-1]["heldout_pass@1"], abs=0.02)
+    # One answer of 15 may be another: two updates were rounded in another order.
+    assert found[-1]["heldout_pass@1"] == pytest.approx(expected[-1]["heldout_pass@1"], abs=0.07)
     for a, b in zip(found[1:], expected[1:], strict=True):
         for name in "reward", "response_tokens", "groups_with_signal":
             assert a[name] == pytest.approx(b[name], rel=1e-6)
