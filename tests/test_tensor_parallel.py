@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TWO_STEPS
 from test_train import metrics, on_nodes, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import Config, EvalConfig, Refused, check_config, load_evaluation, load_model_files
-
-FLAGS = "--steps=2 --eval_every=0 --rollout_dtype=float32 --eval_problems=63".split()
 
 
 def assert_same_run(found, expected):
@@ -28,10 +27,9 @@ def assert_same_run(found, expected):
         assert a["mismatch_max"] < 1e-3
 
 
-def test_two_ranks_that_share_an_engine_do_what_one_rank_does(train_here, tmp_path):
-    one = train_here(*FLAGS)
-    torchrun(2, "train.py", *FLAGS, "--rollout_tp=2", f"--out_dir={tmp_path / 'two'}")
-    assert_same_run(metrics(tmp_path / "two"), one)
+def test_two_ranks_that_share_an_engine_do_what_one_rank_does(one_rank, tmp_path):
+    torchrun(2, "train.py", *TWO_STEPS, "--rollout_tp=2", f"--out_dir={tmp_path / 'two'}")
+    assert_same_run(metrics(tmp_path / "two"), one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,7 @@ def test_two_nodes_of_two_ranks_that_share_an_engine_do_what_one_rank_does(
     wide, train_here, tmp_path
 ):
     # Sharded within a node, replicated across (HSDP); an engine a node, split over its two ranks.
-    flags = [*FLAGS, f"--model={wide}"]
+    flags = [*TWO_STEPS, f"--model={wide}"]
     one = train_here(*flags)
     on_nodes(2, 2, "train.py", *flags, "--rollout_tp=2", f"--out_dir={tmp_path / 'four'}")
     assert_same_run(metrics(tmp_path / "four"), one)
