@@ -7,6 +7,8 @@ import importlib.util
 import inspect
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,11 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 KEPT = []  # engines: one that is collected as garbage takes the process group with it
-LOSS = Path(__file__).parents[1] / "loss.py"
+ROOT = Path(__file__).parents[1]
+LOSS = ROOT / "loss.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# In bfloat16 a batch of another size rounds otherwise, which flips single samples. 31 is odd.
+TWO_STEPS = "--steps=2 --prompts_per_step=8 --rollout_dtype=float32 --eval_problems=31".split()
 FUNCTIONS = ("group_advantage", "effective_sample_size", "p3o_loss", "batch_quantities")
 
 
@@ -120,7 +126,6 @@ def run_here(group):
     Only what a process can do once is left out: to join the process group, and to end it.
     """
     import signal
-    import sys
 
     import torch.distributed as dist
 
@@ -147,13 +152,13 @@ def run_here(group):
     return run
 
 
-@pytest.fixture
-def train_here(run_here, tmp_path):
+@pytest.fixture(scope="session")
+def train_here(run_here, tmp_path_factory):
     """Run train.py with these flags in this process; its metrics, by step."""
     import train
 
     def run(*flags):
-        out = tmp_path / f"run-{len(KEPT)}"
+        out = tmp_path_factory.mktemp("run") / "here"
         defaults = ["--eval_every=0", "--eval_problems=64", f"--out_dir={out}"]
         try:
             run_here(train, *defaults, *flags)
@@ -162,3 +167,34 @@ def train_here(run_here, tmp_path):
         return rows
 
     return run
+
+
+@pytest.fixture(scope="session")
+def one_rank(train_here):
+    """The metrics of TWO_STEPS on one rank, by step: what several ranks have to do, too."""
+    return train_here(*TWO_STEPS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_run(request, tmp_path_factory):
+    """If a test asks for `run`: (out_dir, process) of a training run under torchrun.
+
+    It begins with the session and stays on one core, which most tests leave idle.
+    """
+    if not any("run" in item.fixturenames for item in request.session.items):
+        yield
+        return
+    out = tmp_path_factory.mktemp("runs") / "short"
+    flags = "--steps=10 --prompts_per_step=16 --learning_rate=8e-4 --eval_every=0".split()
+    cores = os.sched_getaffinity(0)
+    process = subprocess.Popen(
+        [*TORCHRUN, "--standalone", "train.py", *flags, f"--out_dir={out}"],
+        cwd=ROOT,
+        preexec_fn=lambda: os.sched_setaffinity(0, {max(cores)}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    yield out, process
+    process.terminate()  # if no test has waited for it
+    process.wait()

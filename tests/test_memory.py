@@ -1,5 +1,6 @@
 """memory.py against what is really allocated, by policies and engines on CPU; and the recipes."""
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -43,8 +44,12 @@ def random_batch(rows, length, vocabulary, prompt=16):
 
 def peak_bytes(run):
     """The most that torch allocated at once on CPU for `run`, above what there was before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
+    gc.disable()  # a policy of before, collected as garbage in the middle, would be subtracted
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            run()
+    finally:
+        gc.enable()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events))
@@ -52,15 +57,10 @@ def peak_bytes(run):
 
 def gradient_peak(cfg, group, rows, length=64):
     """Peak of forward and backward passes on rows x length tokens, gradients included."""
-
-    def once():
-        policy = build_policy(cfg, group)
-        batch = random_batch(rows, length, policy.model.config.vocab_size)
-        # Twice, as with two micro-batches: the second finds the gradient of the first.
-        return peak_bytes(lambda: [policy(batch).sum().backward() for _ in range(2)])
-
-    # Now and then a thread has freed a buffer of FSDP before the next one is made: not the peak.
-    return max(once() for _ in range(4))
+    policy = build_policy(cfg, group)
+    batch = random_batch(rows, length, policy.model.config.vocab_size)
+    # Twice, as with two micro-batches: the second finds the gradient of the first.
+    return peak_bytes(lambda: [policy(batch).sum().backward() for _ in range(2)])
 
 
 def counted_peak(cfg, rows, length=64):

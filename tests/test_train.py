@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, TORCHRUN, TWO_STEPS
 from gradient_on_ranks import CASES, GROUP, WHOLE, gradients_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,9 +22,6 @@ from loss import OBJECTIVES
 from policy import Policy, build_policy
 from rollout import Engine
 from train import check_on_policy, problems_of_step, update
-
-ROOT = Path(__file__).parents[1]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def torchrun(ranks, script, *arguments):
@@ -184,12 +182,13 @@ def test_noise_seeds_never_repeat_in_a_run_and_differ_between_runs():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(short_run):
     """10 steps of half the default's prompts, with 4 times its learning rate: (out_dir, what was
     printed)."""
-    out = tmp_path_factory.mktemp("runs") / "short"
-    flags = "--steps=10 --prompts_per_step=16 --learning_rate=8e-4 --eval_every=0".split()
-    return out, torchrun(1, "train.py", *flags, f"--out_dir={out}")
+    out, process = short_run
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+    return out, printed
 
 
 def test_a_short_run_raises_held_out_accuracy(run):
@@ -243,10 +242,6 @@ def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(run, build_
         assert tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True) == text
 
 
-# In bfloat16 a batch of another size rounds differently, which flips single samples.
-SAME = "--rollout_dtype=float32 --prompts_per_step=16 --eval_every=0 --eval_problems=64".split()
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """A run on two ranks that gets a Ctrl-C after its second step: (out_dir, what was printed, its
@@ -254,7 +249,7 @@ def two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("two-ranks") / "run"
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / "train.py"]
     process = subprocess.Popen(
-        [*command, *SAME, f"--out_dir={out}"],
+        [*command, *TWO_STEPS, "--steps=80", f"--out_dir={out}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -284,10 +279,10 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(two_ranks
     assert (out / "checkpoints" / f"step-{done[-1]:06d}" / ".metadata").exists()
 
 
-def test_two_ranks_do_what_one_rank_does(two_ranks, train_here):
-    one, two = train_here(*SAME, "--steps=2"), metrics(two_ranks[0])
-    assert one[0]["heldout_pass@1"] == two[0]["heldout_pass@1"]
-    for a, b in zip(one[1:], two[1:3], strict=True):
+def test_two_ranks_do_what_one_rank_does(two_ranks, one_rank):
+    two = metrics(two_ranks[0])
+    assert one_rank[0]["heldout_pass@1"] == two[0]["heldout_pass@1"]
+    for a, b in zip(one_rank[1:], two[1:3], strict=True):
         for name in "reward", "response_tokens", "groups_with_signal":
             assert a[name] == pytest.approx(b[name], rel=1e-6)
         for name in "ess", "grad_norm", "entropy":
