@@ -10,10 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from conftest import TORCHRUN
 
 import eval
 from config import (
@@ -129,10 +129,18 @@ def test_greedy_samples_are_scored_as_they_read(engine, policy):
 # As a script
 
 
-def command(ranks, *arguments):
-    """eval.py of this repository on so many ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [sys.executable, *(launcher if ranks > 1 else []), ROOT / "eval.py", *arguments]
+# python eval.py, which dies of kill -9 when its third chunk is sampled and not yet written.
+KILLED = """
+import os, results, runpy, signal
+
+def append(path, task, first, correct, append=results.append):
+    if first == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(path, task, first, correct)
+
+results.append = append
+runpy.run_path("eval.py", run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -148,32 +156,24 @@ def done(run_here, tmp_path_factory):
     flags = f"--task tiny {folder}/sums --samples=4 --limit=40 --drop_long --chunk_responses=16"
     flags = flags.split()
 
-    def start(ranks, **options):
-        started = command(ranks, *flags, f"--out_dir={folder / 'killed'}")
-        options |= dict(cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-        return subprocess.Popen(started, **options)
-
-    killed = start(1, process_group=0)
-    path = folder / "killed/problems.jsonl"
-    while killed.poll() is None and (not path.exists() or len(path.open().readlines()) < 2):
-        time.sleep(0.01)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    left = path.read_text()
-    resumed = start(2, stderr=subprocess.PIPE)
+    out_dir = f"--out_dir={folder / 'killed'}"
+    options = dict(cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, *flags, out_dir], **options, text=True)
     with contextlib.redirect_stdout(io.StringIO()) as printed:  # meanwhile
         run_here(eval, *flags, f"--out_dir={folder / 'whole'}")
-    printed_by_two, errors = resumed.communicate()
-    assert resumed.returncode == 0, errors
-    return folder, left, printed.getvalue(), printed_by_two
+    _, errors = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, errors
+    left = (folder / "killed/problems.jsonl").read_text()
+    two_ranks = [*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / "eval.py"]
+    resumed = subprocess.run([*two_ranks, *flags, out_dir], **options, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    return folder, left, printed.getvalue(), resumed.stdout
 
 
 def test_a_killed_evaluation_goes_on_from_its_last_chunk_on_any_number_of_ranks(done):
     folder, left, printed, resumed = done
-    rows = left.splitlines()
-    assert 5 <= len(rows) < 50 and len(rows) % 4 == 1  # settings, then chunks of 16 / 4 problems
-    first = len(rows) - 1
-    assert f"tiny: {first} of" in printed and f"tiny: {first} of" not in resumed
+    assert len(left.splitlines()) == 1 + 8  # settings, then two chunks of 16 / 4 problems
+    assert "tiny: 8 of" in printed and "tiny: 8 of" not in resumed
     assert (folder / "killed/problems.jsonl").read_text().startswith(left)
     for name in "problems.jsonl", "results.json", "results.md":
         assert (folder / "killed" / name).read_text() == (folder / "whole" / name).read_text()
