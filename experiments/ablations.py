@@ -2,11 +2,13 @@
 
     python experiments/ablations.py cap_without_kl --lag 16 --out_dir runs/cap
     python experiments/ablations.py fixed_ess --objective_args level=0.9 --lag 16
+    python experiments/ablations.py raw_logprobs --temperature 0.6
 
-The first argument is the name of a function below, which takes the place of p3o; the other ones are
-those of train.py.
+The first argument is the name of a function below: raw_logprobs, or one that takes the place of
+p3o. The other ones are those of train.py.
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -53,8 +55,25 @@ def fixed_ess(
     return p3o_loss(logp, logp_behavior, advantage, mask, ess=level, token_count=token_count)
 
 
+def raw_logprobs() -> None:
+    """P3O, but log pi_b is recorded as vLLM does by default, and with it the authors' code: before
+    temperature, top-p and top-k. What was sampled is the same; e_B cannot see how."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm
+
+    class RawLLM(vllm.LLM):
+        def __init__(self, model: str, **options) -> None:
+            super().__init__(model, **options | {"logprobs_mode": "raw_logprobs"})
+
+    vllm.LLM = RawLLM  # rollout.py imports it when it builds its engine
+
+
 ABLATIONS = {f.__name__: f for f in (cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess)}
 
 if __name__ == "__main__":
-    loss.OBJECTIVES["p3o"] = ABLATIONS[sys.argv.pop(1)]
+    name = sys.argv.pop(1)
+    if name == "raw_logprobs":
+        raw_logprobs()
+    else:
+        loss.OBJECTIVES["p3o"] = ABLATIONS[name]
     runpy.run_path(f"{sys.path[0]}/train.py", run_name="__main__")

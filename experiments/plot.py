@@ -3,10 +3,12 @@
     python experiments/plot.py [FOLDER]
 
 It writes there, for each learning rate, curves-*.png (held-out pass@1 by step), ess-*.png (e_B by
-step), strength-*.png (final pass@1 by the strength of the mismatch), and the table mismatch.md.
+step), strength-*.png (final pass@1 by the strength of the mismatch), objectives-*.png and
+ablations-*.png (held-out pass@1 where these ran), and the tables mismatch.md.
 
 A line is the mean over seeds, a band its 95% interval (Student's t); a cell with one seed has no
-band. Collapse means: final held-out pass@1 below half of the run's own best.
+band. Collapse means: final held-out pass@1 below half of the run's own best. Differences are taken
+seed by seed: runs of one seed have the same prompts in the same order.
 """
 
 import json
@@ -17,6 +19,7 @@ from math import sqrt
 from pathlib import Path
 
 from matplotlib import pyplot as plt
+from mismatch import ABLATIONS, EVERYWHERE, OBJECTIVES, SETTINGS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Two-sided 95% quantile of Student's t by the number of seeds.
@@ -68,41 +71,40 @@ def collapsed(run: dict) -> bool:
     return final < best / 2
 
 
-def draw_curves(runs: Runs, rate: float, metric: str, label: str, path: Path) -> None:
-    """One panel a setting, one line an objective, with the band over seeds."""
-    settings = list(dict.fromkeys(s for r, s, _ in runs if r == rate))
+def draw_curves(
+    runs: Runs, rate: float, objectives: list[str], metric: str, label: str, path: Path
+) -> None:
+    """One panel a setting that has run with any of these but P3O, one line an objective."""
+    some = [o for o in objectives if o != "p3o"]
+    settings = [s for s in SETTINGS if any((rate, s, o) in runs for o in some)]
+    if not settings:
+        return
     rows = -(-len(settings) // 4)
     figure, axes = plt.subplots(
         rows, 4, figsize=(15, 3.2 * rows), layout="constrained", sharey=True, squeeze=False
     )
-    objectives = list(dict.fromkeys(o for r, _, o in runs if r == rate))
+    handles = {}
     for axis, setting in zip(axes.flat, settings, strict=False):
         for i, objective in enumerate(objectives):
-            cell = runs.get((rate, setting, objective), [])
             by_step: dict[int, list[float]] = defaultdict(list)
-            for run in cell:
+            for run in runs.get((rate, setting, objective), []):
                 for step, value in series(run, metric):
                     by_step[step].append(value)
             if not by_step:
                 continue
-            steps = sorted(by_step)
+            steps, color = sorted(by_step), f"C{i}" if i < 10 else ("black", "lime")[i % 2]
             mean, half = zip(*(interval(by_step[step]) for step in steps), strict=True)
-            axis.plot(steps, mean, color=f"C{i}" if i < 10 else "black", label=objective)
+            (handles[objective],) = axis.plot(steps, mean, color=color)
             low, high = [
                 [m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1)
             ]
-            axis.fill_between(steps, low, high, color=f"C{i}" if i < 10 else "black", alpha=0.15)
+            axis.fill_between(steps, low, high, color=color, alpha=0.12)
         axis.set(title=setting, xlabel="step", ylim=(0, 1.02))
     for axis in axes[:, 0]:
         axis.set_ylabel(label)
     for axis in list(axes.flat)[len(settings) :]:
         axis.set_visible(False)
-    handles, labels = {}, []
-    for axis in axes.flat:
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    labels = list(handles)
-    figure.legend(handles.values(), labels, loc="outside lower center", ncols=6)
+    figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -111,9 +113,8 @@ def draw_strength(runs: Runs, rate: float, path: Path) -> None:
     """Final held-out pass@1 of each objective by the strength of each kind of mismatch. The last
     panel has a point a cell, by how large the mismatch was found to be: 1 - e_B, over the run."""
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained", sharey=True)
-    objectives = list(dict.fromkeys(o for r, _, o in runs if r == rate))
-    for i, objective in enumerate(objectives):
-        style = dict(color=f"C{i}" if i < 10 else "black", marker="o", markersize=3)
+    for i, objective in enumerate(EVERYWHERE):
+        style = dict(color=f"C{i}", marker="o", markersize=3)
         for axis, (kind, settings) in zip(axes, KINDS.items(), strict=False):
             cells = {x: runs.get((rate, s, objective)) for s, x in settings.items()}
             found = {
@@ -135,46 +136,67 @@ def draw_strength(runs: Runs, rate: float, path: Path) -> None:
     axes[2].set_xscale("log")
     axes[3].set(xscale="log", xlabel="1 - e_B, mean over the run")
     axes[0].set(ylabel="final held-out pass@1", ylim=(0, 1.02))
-    figure.legend(loc="outside lower center", ncols=6)
+    figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def table(runs: Runs, rate: float) -> str:
-    """Final held-out pass@1, mean and 95% interval over seeds, collapses marked."""
-    settings = list(dict.fromkeys(s for r, s, _ in runs if r == rate))
-    objectives = list(dict.fromkeys(o for r, _, o in runs if r == rate))
-    lines = [f"| learning rate {rate:g} | " + " | ".join(objectives) + " |"]
-    lines.append("|---" * (len(objectives) + 1) + "|")
-    for setting in settings:
-        row = [setting]
-        for objective in objectives:
-            cell = runs.get((rate, setting, objective))
-            if not cell:
-                row.append("")
-                continue
-            mean, half = interval([final_and_best(run)[0] for run in cell])
-            count = sum(map(collapsed, cell))
-            mark = f" **collapsed {count}/{len(cell)}**" if count else ""
-            width = f" ± {half:.3f}" if len(cell) > 1 else ""
-            row.append(f"{mean:.3f}{width} ({len(cell)}){mark}")
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+def tables(runs: Runs, rate: float) -> str:
+    """Final held-out pass@1 with collapses marked, and P3O's less each objective's: mean and 95%
+    interval over seeds."""
+    settings = [s for s in SETTINGS if any((rate, s, o) in runs for o in OBJECTIVES)]
+    objectives = [
+        o for o in (*OBJECTIVES, *ABLATIONS) if any((rate, s, o) in runs for s in settings)
+    ]
+    final, less = [], []
+    for objective in objectives:
+        final.append([objective])
+        less.append([objective])
+        for setting in settings:
+            cell = {run["seed"]: run for run in runs.get((rate, setting, objective), [])}
+            p3o = {run["seed"]: run for run in runs.get((rate, setting, "p3o"), [])}
+            accuracy = {seed: final_and_best(run)[0] for seed, run in cell.items()}
+            fallen = sum(map(collapsed, cell.values()))
+            mark = f" **collapsed {fallen}/{len(cell)}**" if fallen else ""
+            final[-1].append(entry(list(accuracy.values()), ".3f") + mark)
+            both = [final_and_best(p3o[seed])[0] - accuracy[seed] for seed in p3o.keys() & cell]
+            less[-1].append(entry(both, "+.3f") if objective != "p3o" else "")
+    head = f"| learning rate {rate:g} | " + " | ".join(settings) + " |"
+    rule = "|---" * (len(settings) + 1) + "|"
+    rows = [[f"| {' | '.join(row)} |" for row in part] for part in (final, less[1:])]
+    return "\n".join(
+        ["Final held-out pass@1, mean ± 95% interval (number of seeds).\n", head, rule, *rows[0]]
+        + ["\nP3O's less that of the objective, seed by seed.\n", head, rule, *rows[1], ""]
+    )
+
+
+def entry(values: list[float], form: str) -> str:
+    """ "mean ± half (n)"."""
+    if not values:
+        return ""
+    mean, half = interval(values)
+    width = f" ± {half:.3f}" if len(values) > 1 else ""
+    return f"{mean:{form}}{width} ({len(values)})"
 
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     runs = load(folder / "mismatch.jsonl")
-    rates = sorted({rate for rate, _, _ in runs})
-    text = ["Final held-out pass@1: mean ± 95% interval (number of seeds).\n"]
-    for rate in rates:
-        text.append(table(runs, rate) + "\n")
-        if len({setting for r, setting, _ in runs if r == rate}) == 1:
+    others = [o for o in OBJECTIVES if o not in EVERYWHERE]
+    text = []
+    for rate in sorted({rate for rate, _, _ in runs}):
+        text.append(tables(runs, rate))
+        if {objective for r, _, objective in runs if r == rate} == {"p3o"}:
             continue  # the choice of the learning rate
-        draw_curves(
-            runs, rate, "heldout_pass@1", "held-out pass@1", folder / f"curves-{rate:g}.png"
-        )
-        draw_curves(runs, rate, "ess", "e_B", folder / f"ess-{rate:g}.png")
+        accuracy = "heldout_pass@1", "held-out pass@1"
+        for name, objectives, metric in (
+            ("curves", EVERYWHERE, accuracy),
+            ("ess", EVERYWHERE, ("ess", "e_B")),
+            ("objectives", EVERYWHERE + others, accuracy),
+            ("ablations", ["p3o", *ABLATIONS], accuracy),
+        ):
+            path = folder / f"{name}-{rate:g}.png"
+            draw_curves(runs, rate, objectives, *metric, path)
         draw_strength(runs, rate, folder / f"strength-{rate:g}.png")
     (folder / "mismatch.md").write_text("\n".join(text))
     print("\n".join(text))
