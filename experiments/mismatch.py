@@ -59,8 +59,12 @@ ABLATIONS = {  # a name of ablations.py and flags; micro-batches are cut by leng
 EVERYWHERE = ["p3o", "grpo 0.2", "reinforce"]
 LEARNING_RATE, LARGER = 2e-4, 5e-4  # the first chosen by --grid learning_rate
 # By seed 0 of EVERYWHERE: the settings in which one of these ends well below its on-policy result.
-WHERE_IT_BREAKS = [(s, LEARNING_RATE) for s in ("T = 0.6", "T = 1.4", "16 updates")]
-WHERE_IT_BREAKS += [("lag 16", LARGER)]
+WHERE_IT_BREAKS = [
+    ("lag 16", LARGER),
+    ("16 updates", LEARNING_RATE),
+    ("T = 1.4", LEARNING_RATE),
+    ("T = 0.6", LEARNING_RATE),
+]
 KEPT = """step reward heldout_pass@1 ess ess_min kl capped entropy response_tokens truncated
     grad_norm ratio mismatch_mean""".split()
 
@@ -77,16 +81,16 @@ def cells(grid: str) -> list[Cell]:
         return [(s, o, LEARNING_RATE, 0) for s in settings for o in EVERYWHERE]
     everywhere = [(s, o, LEARNING_RATE) for s in SETTINGS for o in EVERYWHERE]
     everywhere += [(s, o, LARGER) for s in ("on-policy", "lag 16") for o in EVERYWHERE]
-    shown = [
-        (s, o, r) for s, r in [("on-policy", LEARNING_RATE), *WHERE_IT_BREAKS] for o in EVERYWHERE
-    ]
+    shown = [("on-policy", LEARNING_RATE), *WHERE_IT_BREAKS]
+    shown = [(s, o, r) for s, r in shown for o in [*EVERYWHERE, "p3o, is"]]
     others = [o for o in (*OBJECTIVES, *ABLATIONS) if o not in EVERYWHERE]
     breaks = [
         (s, o, r) for s, r in WHERE_IT_BREAKS for o in others if o != "raw log pi_b" or "T =" in s
     ]
     plan = [(*cell, seed) for seed in range(3) for cell in everywhere]
-    plan += [(*cell, seed) for seed in (3, 4) for cell in shown]
-    return plan + [(*cell, seed) for seed in range(3) for cell in breaks]
+    plan += [(*cell, seed) for seed in range(5) for cell in shown]
+    plan += [(*cell, seed) for seed in range(3) for cell in breaks]
+    return list(dict.fromkeys(plan))
 
 
 def finished(results: Path) -> dict[Cell, dict]:
