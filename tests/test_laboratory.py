@@ -1,0 +1,100 @@
+"""The mismatch laboratory: what is left out of P3O, what is run, how it is summed up."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from experiments import ablations, mismatch, plot
+from loss import effective_sample_size, p3o_loss
+
+RATIO = torch.tensor([[0.25, 0.5, 2.0], [1.0, 1.5, 9.0]])  # the 9 is masked out
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+ADVANTAGE = torch.tensor([1.0, -2.0])
+BEHAVIOR = torch.full((2, 3), -1.0)
+ESS = effective_sample_size(RATIO.log(), MASK).item()  # (5.25 / 5)^2 / (7.5625 / 5) = 0.7289
+
+
+def gradient(objective, **keywords):
+    """Of the loss to log pi_theta, times the number of tokens: [2, 3]."""
+    logp = (BEHAVIOR + RATIO.log()).requires_grad_()
+    objective(logp, BEHAVIOR, ADVANTAGE, MASK, **keywords)[0].backward()
+    return 5 * logp.grad
+
+
+def test_the_batch_has_an_e_b_that_can_be_done_by_hand():
+    assert pytest.approx(1.05**2 / 1.5125) == ESS
+
+
+def test_without_kl_what_is_left_is_the_capped_ratio_times_the_advantage():
+    # -min(rho, e_B) A: rho where it is below 0.7289, else 0.7289
+    expected = [[-0.25, -0.5, -ESS], [2 * ESS, 2 * ESS, 0]]
+    assert gradient(ablations.cap_without_kl, ess=ESS).tolist() == [
+        pytest.approx(row) for row in expected
+    ]
+
+
+def test_without_cap_what_is_left_is_the_ratio_times_the_advantage_and_the_pull():
+    pull = [[(1 - ESS) * (1 - 1 / r) for r in row] for row in RATIO.tolist()]  # of k3
+    expected = [[-0.25 + pull[0][0], -0.5 + pull[0][1], -2 + pull[0][2]], [2, 3 + pull[1][1], 0]]
+    assert gradient(ablations.kl_without_cap, ess=ESS).tolist() == [
+        pytest.approx(row) for row in expected
+    ]
+
+
+def test_cap_and_pull_together_are_p3o():
+    # (3) + (5)'s second term, and rho A + that term: both minus what they lack are the same.
+    capped = gradient(ablations.cap_without_kl, ess=ESS)
+    pulled = gradient(ablations.kl_without_cap, ess=ESS)
+    free = -(RATIO * ADVANTAGE[:, None] * MASK)
+    assert torch.allclose(gradient(p3o_loss, ess=ESS), capped + pulled - free)
+
+
+def test_a_fixed_e_b_is_p3o_where_it_is_the_batchs_own():
+    fixed = gradient(ablations.fixed_ess, ess=0.123, level=ESS)
+    assert torch.allclose(fixed, gradient(p3o_loss, ess=ESS))
+
+
+def test_e_b_of_a_micro_batch_does_not_look_at_the_rest_of_the_batch():
+    own = gradient(ablations.ess_of_micro_batch, ess=0.123)  # of a batch that this is a part of
+    assert torch.allclose(own, gradient(p3o_loss, ess=ESS))
+
+
+def test_the_grid_has_five_seeds_where_the_readme_shows_it_and_three_elsewhere():
+    plan = mismatch.cells("full")
+    seeds = Counter(cell[:3] for cell in plan)
+    assert len(set(plan)) == len(plan) and set(seeds.values()) == {3, 5}
+    for setting, rate in mismatch.WHERE_IT_BREAKS:
+        assert all(seeds[setting, objective, rate] == 5 for objective in plot.SHOWN)
+        assert all(seeds[setting, o, rate] >= 3 for o in mismatch.OBJECTIVES)
+    for setting in mismatch.SETTINGS:
+        assert all(seeds[setting, o, mismatch.LEARNING_RATE] >= 3 for o in mismatch.EVERYWHERE)
+
+
+def line(setting, objective, seed, *accuracy):
+    metrics = {"step": [0, 10, 20], "heldout_pass@1": accuracy, "ess": [None, 1.0, 0.5]}
+    return dict(
+        setting=setting, objective=objective, learning_rate=2e-4, seed=seed, metrics=metrics
+    )
+
+
+def test_an_interval_is_students(tmp_path):
+    # 1, 2, 3: mean 2, standard deviation 1; t of two degrees of freedom 4.303; 4.303 / sqrt(3)
+    mean, half = plot.interval([1.0, 2.0, 3.0])
+    assert mean == 2 and half == pytest.approx(2.484, abs=1e-3)
+
+
+def test_the_tables_mark_collapse_and_take_differences_by_seed(tmp_path):
+    rows = [
+        line("T = 1.4", "p3o", 0, 0.5, 0.8, 0.8),
+        line("T = 1.4", "p3o", 1, 0.5, 0.6, 0.6),
+        line("T = 1.4", "grpo 0.2", 1, 0.5, 0.4, 0.2),  # below half of its best, 0.5
+        line("T = 1.4", "grpo 0.2", 0, 0.5, 0.4, 0.4),
+    ]
+    (tmp_path / "mismatch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = plot.tables(plot.load(tmp_path / "mismatch.jsonl"))
+    # (0.8 + 0.6) / 2 with standard deviation 0.1414, t = 12.71: 12.71 * 0.1414 / sqrt(2) = 1.271
+    assert "| T = 1.4 | 0.700 ± 1.271 (2) | 0.300 ± 1.271 (2) **collapsed 1/2** |" in text
+    # 0.8 - 0.4 and 0.6 - 0.2: 0.4 both times, whatever the order of the lines
+    assert "| T = 1.4 | +0.400 ± 0.000 (2) |" in text
