@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
 
@@ -170,6 +171,12 @@ def difference(p3o: list[dict], other: list[dict]) -> str:
     return entry([one[seed] - two[seed] for seed in one.keys() & two.keys()], "+.3f")
 
 
+def extreme(runs: list[dict], name: str, of: Callable) -> str:
+    """The median over runs of the smallest or largest value that a metric had in a step."""
+    found = [of(value for _, value in series(run, name)) for run in runs]
+    return f"{statistics.median(found):.3g}" if found else ""
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -192,6 +199,19 @@ def tables(runs: Runs) -> str:
             ["", *shown[1:]],
             [
                 [title(p), *(difference(runs[p]["p3o"], runs[p].get(o, [])) for o in shown[1:])]
+                for p in panels
+            ],
+        ),
+        "The lowest e_B of a step (the mean over its updates), median over seeds.",
+        table(
+            ["", *shown],
+            [[title(p), *(extreme(runs[p].get(o, []), "ess", min) for o in shown)] for p in panels],
+        ),
+        "The largest gradient norm of a step (likewise), before clipping to 1, median over seeds.",
+        table(
+            ["", *shown],
+            [
+                [title(p), *(extreme(runs[p].get(o, []), "grad_norm", max) for o in shown)]
                 for p in panels
             ],
         ),
