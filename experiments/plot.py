@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from pathlib import Path
 
@@ -160,68 +161,58 @@ def entry(values: list[float], form: str = ".3f") -> str:
     return f"{mean:{form}}{width} ({len(values)})"
 
 
-def final(runs: list[dict]) -> str:
+def final(objectives: dict[str, list[dict]], name: str) -> str:
+    """Final held-out pass@1 of a panel's objective, collapses marked."""
+    runs = objectives.get(name, [])
     count = sum(map(collapsed, runs))
     mark = f" **collapsed {count}/{len(runs)}**" if count else ""
     return entry(list(accuracies(runs).values())) + mark
 
 
-def difference(p3o: list[dict], other: list[dict]) -> str:
-    one, two = accuracies(p3o), accuracies(other)
-    return entry([one[seed] - two[seed] for seed in one.keys() & two.keys()], "+.3f")
+def difference(objectives: dict[str, list[dict]], name: str) -> str:
+    """The final held-out pass@1 of P3O less that of another objective, seed by seed."""
+    p3o, other = (accuracies(objectives.get(o, [])) for o in ("p3o", name))
+    return entry([p3o[seed] - other[seed] for seed in p3o.keys() & other.keys()], "+.3f")
 
 
-def extreme(runs: list[dict], name: str, of: Callable) -> str:
+def extreme(objectives: dict[str, list[dict]], name: str, metric: str, of: Callable) -> str:
     """The median over runs of the smallest or largest value that a metric had in a step."""
-    found = [of(value for _, value in series(run, name)) for run in runs]
+    found = [of(v for _, v in series(run, metric)) for run in objectives.get(name, [])]
     return f"{statistics.median(found):.3g}" if found else ""
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def table(
+    runs: Runs, panels: list[Panel], objectives: list[str], cell: Callable[..., str]
+) -> list[str]:
+    """Lines of Markdown: panels by objectives, the more numerous of the two downwards."""
+    names = [o for o in objectives if any(o in runs[p] for p in panels)]
+    rows = [["", *map(title, panels)]]
+    rows += [[name, *(cell(runs[p], name) for p in panels)] for name in names]
+    if len(panels) > len(names):
+        rows = list(zip(*rows, strict=True))
+    rows.insert(1, ["---"] * len(rows[0]))
+    return [*(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def tables(runs: Runs) -> str:
-    """Final held-out pass@1, mean and 95% interval over seeds, collapses marked; differences."""
+    """All of mismatch.md."""
     panels = [p for p in runs if runs[p].keys() != {"p3o"}]
-    shown = [o for o in SHOWN if any(o in runs[p] for p in panels)]
-    others = [o for o in OTHERS if any(o in runs[p] for p in panels)]
-    broken = [p for p in panels if any(o in runs[p] for o in others)]
-    choice = [p for p in runs if p[1] == "on-policy"]
-    parts = [
-        "Final held-out pass@1: mean ± 95% interval (number of seeds).",
-        table(
-            ["", *shown], [[title(p), *(final(runs[p].get(o, [])) for o in shown)] for p in panels]
-        ),
-        "P3O's less that of another objective, seed by seed.",
-        table(
-            ["", *shown[1:]],
-            [
-                [title(p), *(difference(runs[p]["p3o"], runs[p].get(o, [])) for o in shown[1:])]
-                for p in panels
-            ],
-        ),
-        "The lowest e_B of a step (the mean over its updates), median over seeds.",
-        table(
-            ["", *shown],
-            [[title(p), *(extreme(runs[p].get(o, []), "ess", min) for o in shown)] for p in panels],
-        ),
-        "The largest gradient norm of a step (likewise), before clipping to 1, median over seeds.",
-        table(
-            ["", *shown],
-            [
-                [title(p), *(extreme(runs[p].get(o, []), "grad_norm", max) for o in shown)]
-                for p in panels
-            ],
-        ),
-        "The learning rate: P3O on-policy.",
-        table([f"{rate:g}" for rate, _ in choice], [[final(runs[p]["p3o"]) for p in choice]]),
-    ]
-    if broken:
-        rows = [[o, *(final(runs[p].get(o, [])) for p in broken)] for o in [*shown, *others]]
-        parts += ["Where it breaks.", table(["", *map(title, broken)], rows)]
-    return "\n\n".join(parts) + "\n"
+    broken = [p for p in panels if any(o in runs[p] for o in OTHERS)]
+    lowest = partial(extreme, metric="ess", of=min)
+    largest = partial(extreme, metric="grad_norm", of=max)
+    lines = ["Final held-out pass@1: mean ± 95% interval (number of seeds)", ""]
+    lines += table(runs, panels, SHOWN, final)
+    lines += ["P3O's less that of another objective, seed by seed", ""]
+    lines += table(runs, panels, SHOWN[1:], difference)
+    lines += ["The lowest e_B of a step (the mean over its updates), median over seeds", ""]
+    lines += table(runs, panels, SHOWN, lowest)
+    lines += ["The largest gradient norm of a step, before clipping to 1, likewise", ""]
+    lines += table(runs, panels, SHOWN, largest)
+    lines += ["The other objectives and the ablations, where it breaks", ""]
+    lines += table(runs, broken, OTHERS, final)
+    lines += ["The choice of the learning rate", ""]
+    lines += table(runs, [p for p in runs if p[1] == "on-policy"], ["p3o"], final)
+    return "\n".join(lines)
 
 
 def main() -> None:

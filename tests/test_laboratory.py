@@ -74,6 +74,7 @@ def test_the_grid_has_five_seeds_where_the_readme_shows_it_and_three_elsewhere()
 
 def line(setting, objective, seed, *accuracy):
     metrics = {"step": [0, 10, 20], "heldout_pass@1": accuracy, "ess": [None, 1.0, 0.5]}
+    metrics["grad_norm"] = [None, 3.0, 2.0]
     return dict(
         setting=setting, objective=objective, learning_rate=2e-4, seed=seed, metrics=metrics
     )
@@ -95,6 +96,7 @@ def test_the_tables_mark_collapse_and_take_differences_by_seed(tmp_path):
     (tmp_path / "mismatch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = plot.tables(plot.load(tmp_path / "mismatch.jsonl"))
     # (0.8 + 0.6) / 2 with standard deviation 0.1414, t = 12.71: 12.71 * 0.1414 / sqrt(2) = 1.271
-    assert "| T = 1.4 | 0.700 ± 1.271 (2) | 0.300 ± 1.271 (2) **collapsed 1/2** |" in text
+    assert "| p3o | 0.700 ± 1.271 (2) |" in text
+    assert "| grpo 0.2 | 0.300 ± 1.271 (2) **collapsed 1/2** |" in text
     # 0.8 - 0.4 and 0.6 - 0.2: 0.4 both times, whatever the order of the lines
-    assert "| T = 1.4 | +0.400 ± 0.000 (2) |" in text
+    assert "| grpo 0.2 | +0.400 ± 0.000 (2) |" in text
