@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import loss
-from loss import Count, Loss, p3o_loss, tis
+from loss import KL_ESTIMATORS, Count, Loss, p3o_loss, tis
 
 
 def cap_without_kl(
@@ -55,6 +55,18 @@ def fixed_ess(
     return p3o_loss(logp, logp_behavior, advantage, mask, ess=level, token_count=token_count)
 
 
+def clamped_kl(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
+    ess: Count = None, token_count: Count = None,
+) -> Loss:  # fmt: skip
+    """log rho clamped to 10 nats within k3, as in the authors' code: no pull at all beyond."""
+    batch = {"ess": ess, "token_count": token_count, "kl_estimator": "clamped"}
+    return p3o_loss(logp, logp_behavior, advantage, mask, **batch)
+
+
+KL_ESTIMATORS["clamped"] = lambda log_ratio: KL_ESTIMATORS["k3"](log_ratio.clamp(-10, 10))
+
+
 def raw_logprobs() -> None:
     """P3O, but log pi_b is recorded as vLLM does by default, and with it the authors' code: before
     temperature, top-p and top-k. What was sampled is the same; e_B cannot see how."""
@@ -68,7 +80,8 @@ def raw_logprobs() -> None:
     vllm.LLM = RawLLM  # rollout.py imports it when it builds its engine
 
 
-ABLATIONS = {f.__name__: f for f in (cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess)}
+LOSSES = (cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess, clamped_kl)
+ABLATIONS = {f.__name__: f for f in LOSSES}
 
 if __name__ == "__main__":
     name = sys.argv.pop(1)

@@ -54,6 +54,7 @@ ABLATIONS = {  # a name of ablations.py and flags; micro-batches are cut by leng
     "no cap": ["kl_without_cap"],
     "e_B of a micro-batch": ["ess_of_micro_batch", "--micro_batch_tokens=3000"],
     "fixed e_B": ["fixed_ess"],  # the level is the mean e_B of P3O's run of the same seed
+    "clamped KL": ["clamped_kl"],
     "raw log pi_b": ["raw_logprobs"],  # at T = 1 it is P3O
 }
 EVERYWHERE = ["p3o", "grpo 0.2", "reinforce"]
@@ -76,19 +77,18 @@ def cells(grid: str) -> list[Cell]:
     if grid == "learning_rate":
         rates = (1e-4, 2e-4, 5e-4, 1e-3)
         return [("on-policy", "p3o", rate, seed) for seed in range(2) for rate in rates]
+    shown = [("on-policy", LEARNING_RATE), *WHERE_IT_BREAKS]
     if grid == "reduced":
-        settings = ("on-policy", "T = 0.6", "T = 1.4", "lag 16", "16 updates")
-        return [(s, o, LEARNING_RATE, 0) for s in settings for o in EVERYWHERE]
+        return [(s, o, r, 0) for s, r in shown for o in EVERYWHERE]
     everywhere = [(s, o, LEARNING_RATE) for s in SETTINGS for o in EVERYWHERE]
     everywhere += [(s, o, LARGER) for s in ("on-policy", "lag 16") for o in EVERYWHERE]
-    shown = [("on-policy", LEARNING_RATE), *WHERE_IT_BREAKS]
-    shown = [(s, o, r) for s, r in shown for o in [*EVERYWHERE, "p3o, is"]]
+    five = [(s, o, r) for s, r in shown for o in [*EVERYWHERE, "p3o, is"]]
     others = [o for o in (*OBJECTIVES, *ABLATIONS) if o not in EVERYWHERE]
     breaks = [
         (s, o, r) for s, r in WHERE_IT_BREAKS for o in others if o != "raw log pi_b" or "T =" in s
     ]
     plan = [(*cell, seed) for seed in range(3) for cell in everywhere]
-    plan += [(*cell, seed) for seed in range(5) for cell in shown]
+    plan += [(*cell, seed) for seed in range(5) for cell in five]
     plan += [(*cell, seed) for seed in range(3) for cell in breaks]
     return list(dict.fromkeys(plan))
 

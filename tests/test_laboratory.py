@@ -1,6 +1,7 @@
 """The mismatch laboratory: what is left out of P3O, what is run, how it is summed up."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -59,6 +60,14 @@ def test_a_fixed_e_b_is_p3o_where_it_is_the_batchs_own():
 def test_e_b_of_a_micro_batch_does_not_look_at_the_rest_of_the_batch():
     own = gradient(ablations.ess_of_micro_batch, ess=0.123)  # of a batch that this is a part of
     assert torch.allclose(own, gradient(p3o_loss, ess=ESS))
+
+
+def test_a_clamp_within_the_kl_leaves_no_pull_beyond_it():
+    # rho = e^-9 and e^-11, no advantage: (1 - e_B)(1 - 1/rho) is left of the first, 0 of the other
+    logp = torch.tensor([[-10.0, -12.0]], requires_grad=True)
+    batch = torch.full((1, 2), -1.0), torch.zeros(1), torch.ones(1, 2, dtype=torch.bool)
+    ablations.clamped_kl(logp, *batch, ess=0.75)[0].backward()
+    assert logp.grad.tolist() == [pytest.approx([0.25 * (1 - math.exp(9)) / 2, 0])]
 
 
 def test_the_grid_has_five_seeds_where_the_readme_shows_it_and_three_elsewhere():
