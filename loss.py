@@ -67,7 +67,7 @@ def p3o_loss(
 
 # (4) from the tokens at hand, which pi_b drew. k3, as published, has mean chi^2(pi_b || pi_theta) -
 # KL(pi_b || pi_theta): the KL of (4) only near rho = 1. "is" (importance-weighted) and its gradient
-# are unbiased for (4). No clamp: beyond it the gradient would be gone, where it is needed most.
+# are unbiased for (4). No clamp: it would end the pull, or (1/rho alone) reverse it, far from pi_b.
 KL_ESTIMATORS = {
     "k3": lambda log_ratio: log_ratio + torch.expm1(-log_ratio),  # gradient weight 1 - 1/rho
     "is": lambda log_ratio: log_ratio.exp() * log_ratio - torch.expm1(log_ratio),  # rho log rho

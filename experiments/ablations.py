@@ -4,7 +4,7 @@
     python experiments/ablations.py fixed_ess --objective_args level=0.9 --lag 16
     python experiments/ablations.py raw_logprobs --temperature 0.6
 
-The first argument is the name of a function below: raw_logprobs, or one that takes the place of
+The first argument is the name of a function below: raw_logprobs, or a loss to take the place of
 p3o. The other ones are those of train.py.
 """
 
@@ -13,6 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +37,7 @@ def kl_without_cap(
     free, _ = tis(logp, logp_behavior, advantage, mask, C=float("inf"), token_count=token_count)
     batch = {"ess": ess, "token_count": token_count}
     pull, stats = p3o_loss(logp, logp_behavior, 0 * advantage, mask, **batch)  # (1 - e_B) L_kl
-    return free + pull, stats | {"loss": (free + pull).detach(), "capped": 0 * pull.detach()}
+    return free + pull, stats | {"loss": (free + pull).detach(), "capped": torch.zeros_like(pull)}
 
 
 def ess_of_micro_batch(
@@ -59,17 +60,18 @@ def clamped_kl(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
     ess: Count = None, token_count: Count = None,
 ) -> Loss:  # fmt: skip
-    """log rho clamped to 10 nats within k3, as in the authors' code: no pull at all beyond."""
+    """1/rho in k3 clamped to e^-10 .. e^10, as in the authors' code: a token that pi_theta has made
+    rarer than that is pushed away from pi_b, with weight 1 - e_B, no longer pulled."""
     batch = {"ess": ess, "token_count": token_count, "kl_estimator": "clamped"}
     return p3o_loss(logp, logp_behavior, advantage, mask, **batch)
 
 
-KL_ESTIMATORS["clamped"] = lambda log_ratio: KL_ESTIMATORS["k3"](log_ratio.clamp(-10, 10))
+KL_ESTIMATORS["clamped"] = lambda log_ratio: log_ratio + torch.expm1((-log_ratio).clamp(-10, 10))
 
 
 def raw_logprobs() -> None:
-    """P3O, but log pi_b is recorded as vLLM does by default, and with it the authors' code: before
-    temperature, top-p and top-k. What was sampled is the same; e_B cannot see how."""
+    """log pi_b as vLLM records it by default, and with it the authors' code: before temperature,
+    top-p and top-k. What is sampled is the same, but no objective sees that it is off-policy."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm
 
@@ -81,12 +83,14 @@ def raw_logprobs() -> None:
 
 
 LOSSES = (cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess, clamped_kl)
-ABLATIONS = {f.__name__: f for f in LOSSES}
+ABLATIONS = {f.__name__: f for f in (*LOSSES, raw_logprobs)}
 
 if __name__ == "__main__":
-    name = sys.argv.pop(1)
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in ABLATIONS:
+        sys.exit(f"ablations.py: {name!r} is none of {', '.join(ABLATIONS)}")
     if name == "raw_logprobs":
         raw_logprobs()
     else:
         loss.OBJECTIVES["p3o"] = ABLATIONS[name]
-    runpy.run_path(f"{sys.path[0]}/train.py", run_name="__main__")
+    runpy.run_path(str(Path(loss.__file__).with_name("train.py")), run_name="__main__")

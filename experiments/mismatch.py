@@ -1,15 +1,16 @@
 """The mismatch laboratory: objectives x mismatches x seeds, each cell a run of train.py on tiny/.
 
-    python experiments/mismatch.py --grid reduced      # 15 runs, what `make reproduce` does
-    python experiments/mismatch.py --grid full         # all, about five hours on two cores
-    taskset -c 1 python experiments/mismatch.py --grid full --share 1/2    # the other on core 0
+    python experiments/mismatch.py --grid reduced      # 18 runs, what `make reproduce` does
+    python experiments/mismatch.py --grid full         # all; a core each, some five hours:
+    taskset -c 0 python experiments/mismatch.py --grid full --share 0/2 &
+    taskset -c 1 python experiments/mismatch.py --grid full --share 1/2
     CUDA_VISIBLE_DEVICES=3 python experiments/mismatch.py --grid full --share 3/8
 
-Each finished run is a line of FOLDER/mismatch.jsonl (--folder), with its configuration, the commit
-and its metrics; a run that has its line is not run again, so the grid can be stopped and started at
-will. Held-out pass@1 is that of the unquantized policy at temperature 1, on the same 512
-problems with the same noise for all. Everything but the cell is the same for all runs: EVERY_RUN
-below and the defaults of config.py.
+Each finished run is a line of FOLDER/mismatch.jsonl (--folder), with its command, configuration,
+commit and metrics; a command that has its line is not run again, so the grid can be stopped and
+started at will (all shares together, if it has changed: they cut the same list). Held-out pass@1 is
+that of the policy at temperature 1, on CPU unquantized, on the same 512 problems with the same
+noise for all. What the cell does not set is EVERY_RUN, and the defaults of config.py.
 """
 
 import argparse
@@ -34,6 +35,7 @@ SETTINGS = {
     "lag 16": ["--lag=16"],
     "4 updates": ["--passes=2", "--minibatches=2"],
     "16 updates": ["--passes=4", "--minibatches=4"],
+    "4 minibatches": ["--minibatches=4"],  # its control: as small and as many batches B, used once
 }
 OBJECTIVES = {
     "p3o": [],
@@ -49,58 +51,61 @@ OBJECTIVES = {
     "tis": ["--objective=tis"],
     "m2po": ["--objective=m2po"],
 }
-ABLATIONS = {  # a name of ablations.py and flags; micro-batches are cut by length, so they differ
+ABLATIONS = {  # what follows ablations.py on the command line
     "no KL": ["cap_without_kl"],
     "no cap": ["kl_without_cap"],
-    "e_B of a micro-batch": ["ess_of_micro_batch", "--micro_batch_tokens=3000"],
+    # Of some 10 responses, cut by length: so the micro-batches differ.
+    "e_B of a micro-batch": ["ess_of_micro_batch", "--micro_batch_tokens=600"],
     "fixed e_B": ["fixed_ess"],  # the level is the mean e_B of P3O's run of the same seed
     "clamped KL": ["clamped_kl"],
-    "raw log pi_b": ["raw_logprobs"],  # at T = 1 it is P3O
+    "p3o, raw log pi_b": ["raw_logprobs"],
+    "grpo 0.2, raw log pi_b": ["raw_logprobs", "--objective=grpo"],
 }
+# Elsewhere these are, to rounding, p3o, grpo 0.2 and cispo.
+ONLY = {name: ["T = 0.6", "T = 1.4"] for name in ABLATIONS if "raw" in name}
+ONLY["decoupled"] = ["16 updates"]
 EVERYWHERE = ["p3o", "grpo 0.2", "reinforce"]
 LEARNING_RATE, LARGER = 2e-4, 5e-4  # the first chosen by --grid learning_rate
 # By seed 0 of EVERYWHERE: the settings in which one of these ends well below its on-policy result.
+# Where seed 0 of EVERYWHERE ended well below its on-policy result.
 WHERE_IT_BREAKS = [
     ("lag 16", LARGER),
     ("16 updates", LEARNING_RATE),
     ("T = 1.4", LEARNING_RATE),
     ("T = 0.6", LEARNING_RATE),
 ]
+SHOWN = [("on-policy", LEARNING_RATE), ("on-policy", LARGER), *WHERE_IT_BREAKS]
 KEPT = """step reward heldout_pass@1 ess ess_min kl capped entropy response_tokens truncated
-    grad_norm ratio mismatch_mean""".split()
+    grad_norm ratio mismatch_mean mismatch_max""".split()
 
 Cell = tuple[str, str, float, int]  # setting, objective, learning rate, seed
 
 
 def cells(grid: str) -> list[Cell]:
-    """The runs of a grid: first the objectives and seeds that the README shows, then the others."""
+    """The runs of a grid, the ones that tell most first."""
     if grid == "learning_rate":
         rates = (1e-4, 2e-4, 5e-4, 1e-3)
         return [("on-policy", "p3o", rate, seed) for seed in range(2) for rate in rates]
-    shown = [("on-policy", LEARNING_RATE), *WHERE_IT_BREAKS]
     if grid == "reduced":
-        return [(s, o, r, 0) for s, r in shown for o in EVERYWHERE]
+        return [(s, o, rate, 0) for s, rate in SHOWN for o in EVERYWHERE]
     everywhere = [(s, o, LEARNING_RATE) for s in SETTINGS for o in EVERYWHERE]
-    everywhere += [(s, o, LARGER) for s in ("on-policy", "lag 16") for o in EVERYWHERE]
-    five = [(s, o, r) for s, r in shown for o in [*EVERYWHERE, "p3o, is"]]
+    shown = [(s, o, rate) for s, rate in SHOWN for o in [*EVERYWHERE, "p3o, is"]]
     others = [o for o in (*OBJECTIVES, *ABLATIONS) if o not in EVERYWHERE]
-    breaks = [
-        (s, o, r) for s, r in WHERE_IT_BREAKS for o in others if o != "raw log pi_b" or "T =" in s
-    ]
+    breaks = [(s, o, rate) for s, rate in WHERE_IT_BREAKS for o in others if s in ONLY.get(o, [s])]
     plan = [(*cell, seed) for seed in range(3) for cell in everywhere]
-    plan += [(*cell, seed) for seed in range(5) for cell in five]
+    plan += [(*cell, seed) for seed in range(5) for cell in shown]
     plan += [(*cell, seed) for seed in range(3) for cell in breaks]
-    return list(dict.fromkeys(plan))
+    return list(dict.fromkeys(plan))  # what is both shown and everywhere runs once
 
 
 def finished(results: Path) -> dict[Cell, dict]:
-    """The lines of the results by their cells."""
+    """The lines of the results by their cells; of a cell that has several, the last."""
     rows = [json.loads(line) for line in open(results)] if results.exists() else []
     return {(r["setting"], r["objective"], r["learning_rate"], r["seed"]): r for r in rows}
 
 
-def run(cell: Cell, done: dict[Cell, dict]) -> dict:
-    """One run of train.py; its configuration, commit and metrics, metric by metric."""
+def flags_of(cell: Cell, done: dict[Cell, dict]) -> list[str]:
+    """The script and flags of a run. Raises KeyError where it needs a run that is not done."""
     setting, objective, learning_rate, seed = cell
     script = ["experiments/ablations.py"] if objective in ABLATIONS else ["train.py"]
     flags = [*script, *(OBJECTIVES | ABLATIONS)[objective], *SETTINGS[setting], *EVERY_RUN]
@@ -108,24 +113,30 @@ def run(cell: Cell, done: dict[Cell, dict]) -> dict:
     if objective == "fixed e_B":
         ess = done[setting, "p3o", learning_rate, seed]["metrics"]["ess"][1:]  # none at step 0
         flags += ["--objective_args", f"level={sum(ess) / len(ess):.4f}"]
-    start = time.time()
+    return flags
+
+
+def run(cell: Cell, flags: list[str]) -> dict:
+    """One run of train.py; its configuration, commit and metrics, metric by metric.
+
+    One that stopped itself, on a number that is not finite, keeps what it had; any other end is a
+    RuntimeError, with what was printed."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit, start = subprocess.check_output(git, text=True).strip(), time.time()
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, *flags, f"--out_dir={out}/run"]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        path = Path(out, "run", "metrics.jsonl")
-        rows = [json.loads(line) for line in open(path)] if path.exists() else []
+        stopped = ended.stderr.strip().splitlines()[-1:] if ended.returncode else []
+        if ended.returncode and "not finite" not in "".join(stopped):
+            raise RuntimeError(f"{' '.join(flags)} failed:\n{ended.stderr[-2000:]}")
+        rows = [json.loads(line) for line in open(f"{out}/run/metrics.jsonl")]
         config = json.loads(Path(out, "run", "config.json").read_text())
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     return {
-        "setting": setting,
-        "objective": objective,
-        "learning_rate": learning_rate,
-        "seed": seed,
+        **dict(zip(("setting", "objective", "learning_rate", "seed"), cell, strict=True)),
         "command": f"python {' '.join(flags)}",
-        "commit": subprocess.check_output(git, text=True).strip(),
+        "commit": commit,
         "seconds": round(time.time() - start, 1),
-        # A run that stopped itself, on a number that is not finite, keeps what it had.
-        "stopped": ended.stderr.strip().splitlines()[-1] if ended.returncode else None,
+        "stopped": stopped[0] if stopped else None,
         "config": config | {"out_dir": ""},
         "metrics": {
             name: [round(row[name], 6) if name in row else None for row in rows] for name in KEPT
@@ -141,16 +152,23 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24, help="start no run after so long")
     args = parser.parse_args()
     first, of = map(int, args.share.split("/"))
+    if not 0 <= first < of:
+        parser.error(f"--share {args.share}: the shares of {of} are 0/{of} to {of - 1}/{of}")
     plan, begin = cells(args.grid)[first::of], time.time()
     results = args.folder / "mismatch.jsonl"
     args.folder.mkdir(parents=True, exist_ok=True)
     for number, cell in enumerate(plan, 1):
         done = finished(results)
-        if cell in done:
+        try:
+            flags = flags_of(cell, done)
+        except KeyError:
+            print(f"{number}/{len(plan)}  {cell} waits for P3O's run of this seed: start again")
+            continue
+        if cell in done and done[cell]["command"] == f"python {' '.join(flags)}":
             continue
         if time.time() - begin > args.hours * 3600:
             break
-        row = run(cell, done)
+        row = run(cell, flags)
         with open(results, "a") as file:
             file.write(json.dumps(row) + "\n")
         accuracy = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]

@@ -6,12 +6,12 @@ It writes there curves.png (held-out pass@1 by step), ess.png (e_B by step), str
 pass@1 by the strength of the mismatch), others.png and ablations.png (held-out pass@1 where these
 ran), and the tables, mismatch.md.
 
-A line is the mean over seeds, a band its 95% interval (Student's t); a cell with one seed has no
-band. Collapse means: final held-out pass@1 below half of the run's own best. Differences are taken
-seed by seed: runs of one seed have the same prompts in the same order.
+A line is the mean over seeds, a band its 95% interval (Student's t); dots at its end are the seeds.
+Collapse means: final held-out pass@1 below half of the run's own best, or a run that stopped itself
+on a number that is not finite. Differences are taken seed by seed: runs of one seed have the same
+prompts in the same order.
 """
 
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -23,12 +23,19 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experiments.mismatch import ABLATIONS, EVERYWHERE, LEARNING_RATE, OBJECTIVES, SETTINGS
+from experiments.mismatch import (
+    ABLATIONS,
+    EVERYWHERE,
+    LEARNING_RATE,
+    OBJECTIVES,
+    SETTINGS,
+    finished,
+)
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Two-sided 95% quantile of Student's t by the number of seeds.
 T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-# Mismatches of one kind by their strength; the same data for all at the weakest.
+# Mismatches of one kind by their strength.
 KINDS = {
     "temperature of the rollouts": {
         "T = 0.6": 0.6,
@@ -48,12 +55,22 @@ Runs = dict[Panel, dict[str, list[dict]]]  # panel -> objective -> its runs
 
 def load(path: Path) -> Runs:
     """The finished runs of mismatch.jsonl, panels in the order of SETTINGS."""
-    rows = [json.loads(line) for line in open(path)]
+    rows = finished(path).values()
     places = {setting: place for place, setting in enumerate(SETTINGS)}
     runs: Runs = defaultdict(lambda: defaultdict(list))
     for row in sorted(rows, key=lambda row: (row["learning_rate"], places[row["setting"]])):
         runs[row["learning_rate"], row["setting"]][row["objective"]].append(row)
     return runs
+
+
+def compared(runs: Runs) -> list[Panel]:
+    """The panels with an objective besides P3O; the others are the choice of the learning rate."""
+    return [p for p in runs if runs[p].keys() != {"p3o"}]
+
+
+def broken(runs: Runs) -> list[Panel]:
+    """The panels where all objectives and ablations were run."""
+    return [p for p in runs if any(o in runs[p] for o in OTHERS)]
 
 
 def title(panel: Panel) -> str:
@@ -81,12 +98,13 @@ def accuracies(runs: list[dict]) -> dict[int, float]:
 
 def collapsed(run: dict) -> bool:
     accuracy = [value for _, value in series(run, "heldout_pass@1")]
-    return accuracy[-1] < max(accuracy) / 2
+    return bool(run["stopped"]) or accuracy[-1] < max(accuracy) / 2
 
 
-def draw_curves(runs: Runs, objectives: list[str], metric: str, label: str, path: Path) -> None:
-    """One panel a setting that ran with any of these besides P3O, one line an objective."""
-    panels = [p for p in runs if any(o in runs[p] for o in objectives if o != "p3o")]
+def draw_curves(
+    runs: Runs, panels: list[Panel], objectives: list[str], metric: str, label: str, path: Path
+) -> None:
+    """One panel a setting and learning rate, one line an objective."""
     if not panels:
         return
     rows = -(-len(panels) // 4)
@@ -102,13 +120,14 @@ def draw_curves(runs: Runs, objectives: list[str], metric: str, label: str, path
                     by_step[step].append(value)
             if not by_step:
                 continue
-            steps, color = sorted(by_step), f"C{i}" if i < 10 else ("black", "lime")[i % 2]
+            steps, color = sorted(by_step), f"C{i}"
             mean, half = zip(*(interval(by_step[step]) for step in steps), strict=True)
             (handles[objective],) = axis.plot(steps, mean, color=color)
             low, high = [
                 [m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1)
             ]
             axis.fill_between(steps, low, high, color=color, alpha=0.12)
+            axis.plot([steps[-1]] * len(by_step[steps[-1]]), by_step[steps[-1]], ".", color=color)
         axis.set(title=title(panel), xlabel="step", ylim=(0, 1.02))
     for axis in axes[:, 0]:
         axis.set_ylabel(label)
@@ -120,7 +139,7 @@ def draw_curves(runs: Runs, objectives: list[str], metric: str, label: str, path
 
 
 def draw_strength(runs: Runs, path: Path) -> None:
-    """Final held-out pass@1 by the strength of each kind of mismatch. The last figure has a point
+    """Final held-out pass@1 by the strength of each kind of mismatch. The last panel has a point
     a cell, by how large the mismatch was found to be: 1 - e_B, over the run."""
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained", sharey=True)
     cells = {p: {o: accuracies(cell) for o, cell in runs[p].items()} for p in runs}
@@ -136,7 +155,7 @@ def draw_strength(runs: Runs, path: Path) -> None:
                 mean, half = zip(*found.values(), strict=True)
                 axis.errorbar(list(found), mean, half, capsize=2, **style)
             axis.set(xlabel=kind)
-        here = [p for p in runs if objective in runs[p]]
+        here = [p for p in compared(runs) if objective in runs[p]]
         x = [
             statistics.mean(1 - e for run in runs[p][objective] for _, e in series(run, "ess"))
             for p in here
@@ -175,10 +194,15 @@ def difference(objectives: dict[str, list[dict]], name: str) -> str:
     return entry([p3o[seed] - other[seed] for seed in p3o.keys() & other.keys()], "+.3f")
 
 
-def extreme(objectives: dict[str, list[dict]], name: str, metric: str, of: Callable) -> str:
-    """The median over runs of the smallest or largest value that a metric had in a step."""
-    found = [of(v for _, v in series(run, metric)) for run in objectives.get(name, [])]
-    return f"{statistics.median(found):.3g}" if found else ""
+def seeds(objectives: dict[str, list[dict]], name: str) -> str:
+    """The final held-out pass@1 of each seed, the lowest first."""
+    return ", ".join(f"{a:.2f}" for a in sorted(accuracies(objectives.get(name, [])).values()))
+
+
+def worst(objectives: dict[str, list[dict]], name: str, metric: str, of: Callable) -> str:
+    """The smallest or largest value that a metric had in a step of a run."""
+    found = [value for run in objectives.get(name, []) for _, value in series(run, metric)]
+    return f"{of(found):.3g}" if found else ""
 
 
 def table(
@@ -196,20 +220,24 @@ def table(
 
 def tables(runs: Runs) -> str:
     """All of mismatch.md."""
-    panels = [p for p in runs if runs[p].keys() != {"p3o"}]
-    broken = [p for p in panels if any(o in runs[p] for o in OTHERS)]
-    lowest = partial(extreme, metric="ess", of=min)
-    largest = partial(extreme, metric="grad_norm", of=max)
+    panels = compared(runs)
+    lowest = partial(worst, metric="ess_min", of=min)
+    largest = partial(worst, metric="grad_norm", of=max)
     lines = ["Final held-out pass@1: mean ± 95% interval (number of seeds)", ""]
     lines += table(runs, panels, SHOWN, final)
-    lines += ["P3O's less that of another objective, seed by seed", ""]
+    lines += ["The same, seed by seed", ""]
+    lines += table(runs, panels, SHOWN, seeds)
+    lines += ["P3O's less that of another objective: mean of the differences by seed", ""]
     lines += table(runs, panels, SHOWN[1:], difference)
-    lines += ["The lowest e_B of a step (the mean over its updates), median over seeds", ""]
+    lines += ["The lowest e_B of an update, of all seeds", ""]
     lines += table(runs, panels, SHOWN, lowest)
-    lines += ["The largest gradient norm of a step, before clipping to 1, likewise", ""]
+    lines += [
+        "The largest gradient norm of a step (mean over its updates), before clipping to 1",
+        "",
+    ]
     lines += table(runs, panels, SHOWN, largest)
-    lines += ["The other objectives and the ablations, where it breaks", ""]
-    lines += table(runs, broken, OTHERS, final)
+    lines += ["All objectives and ablations, where it breaks", ""]
+    lines += table(runs, broken(runs), [*SHOWN, *OTHERS], final)
     lines += ["The choice of the learning rate", ""]
     lines += table(runs, [p for p in runs if p[1] == "on-policy"], ["p3o"], final)
     return "\n".join(lines)
@@ -219,11 +247,11 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     runs = load(folder / "mismatch.jsonl")
     accuracy = "heldout_pass@1", "held-out pass@1"
-    draw_curves(runs, SHOWN, *accuracy, folder / "curves.png")
-    draw_curves(runs, SHOWN, "ess", "e_B", folder / "ess.png")
-    objectives = [o for o in OTHERS if o in OBJECTIVES]
-    draw_curves(runs, ["p3o", *objectives], *accuracy, folder / "others.png")
-    draw_curves(runs, ["p3o", *ABLATIONS], *accuracy, folder / "ablations.png")
+    others = ["p3o", "grpo 0.2", *(o for o in OTHERS if o in OBJECTIVES)]
+    draw_curves(runs, compared(runs), SHOWN, *accuracy, folder / "curves.png")
+    draw_curves(runs, compared(runs), SHOWN, "ess", "e_B", folder / "ess.png")
+    draw_curves(runs, broken(runs), others, *accuracy, folder / "others.png")
+    draw_curves(runs, broken(runs), ["p3o", *ABLATIONS], *accuracy, folder / "ablations.png")
     draw_strength(runs, folder / "strength.png")
     (folder / "mismatch.md").write_text(tables(runs))
     print(tables(runs))

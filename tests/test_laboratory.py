@@ -45,7 +45,7 @@ def test_without_cap_what_is_left_is_the_ratio_times_the_advantage_and_the_pull(
 
 
 def test_cap_and_pull_together_are_p3o():
-    # (3) + (5)'s second term, and rho A + that term: both minus what they lack are the same.
+    # P3O = (capped) + (uncapped and pulled) - (uncapped)
     capped = gradient(ablations.cap_without_kl, ess=ESS)
     pulled = gradient(ablations.kl_without_cap, ess=ESS)
     free = -(RATIO * ADVANTAGE[:, None] * MASK)
@@ -62,34 +62,59 @@ def test_e_b_of_a_micro_batch_does_not_look_at_the_rest_of_the_batch():
     assert torch.allclose(own, gradient(p3o_loss, ess=ESS))
 
 
-def test_a_clamp_within_the_kl_leaves_no_pull_beyond_it():
-    # rho = e^-9 and e^-11, no advantage: (1 - e_B)(1 - 1/rho) is left of the first, 0 of the other
+def test_the_authors_clamp_turns_the_pull_into_a_push_beyond_it():
+    # rho = e^-9 and e^-11, no advantage. The KL weighs 1 - e_B = 1/4, and each token 1/2 of that,
+    # times 1 - 1/rho for the first (descent raises log pi_theta), and 1 for the other (lowers it).
     logp = torch.tensor([[-10.0, -12.0]], requires_grad=True)
     batch = torch.full((1, 2), -1.0), torch.zeros(1), torch.ones(1, 2, dtype=torch.bool)
     ablations.clamped_kl(logp, *batch, ess=0.75)[0].backward()
-    assert logp.grad.tolist() == [pytest.approx([0.25 * (1 - math.exp(9)) / 2, 0])]
+    assert logp.grad.tolist() == [pytest.approx([0.25 * (1 - math.exp(9)) / 2, 0.25 / 2])]
 
 
-def test_the_grid_has_five_seeds_where_the_readme_shows_it_and_three_elsewhere():
-    plan = mismatch.cells("full")
-    seeds = Counter(cell[:3] for cell in plan)
-    assert len(set(plan)) == len(plan) and set(seeds.values()) == {3, 5}
-    for setting, rate in mismatch.WHERE_IT_BREAKS:
+def test_the_grid_has_five_seeds_where_objectives_part_and_three_elsewhere():
+    seeds = Counter(cell[:3] for cell in mismatch.cells("full"))
+    for setting, rate in mismatch.SHOWN:
         assert all(seeds[setting, objective, rate] == 5 for objective in plot.SHOWN)
-        assert all(seeds[setting, o, rate] >= 3 for o in mismatch.OBJECTIVES)
     for setting in mismatch.SETTINGS:
         assert all(seeds[setting, o, mismatch.LEARNING_RATE] >= 3 for o in mismatch.EVERYWHERE)
+    for setting, rate in mismatch.WHERE_IT_BREAKS:
+        for objective in (*mismatch.OBJECTIVES, *mismatch.ABLATIONS):
+            anywhere = setting in mismatch.ONLY.get(objective, [setting])
+            assert seeds[setting, objective, rate] >= 3 * anywhere
+
+
+def test_shares_are_the_grid_cut_into_disjoint_parts():
+    plan = mismatch.cells("full")
+    parts = [plan[i::8] for i in range(8)]
+    assert sorted(sum(parts, [])) == sorted(set(plan))
+
+
+def test_a_fixed_e_b_is_the_mean_of_p3os_own_run_and_waits_for_it():
+    cell = "lag 16", "fixed e_B", 5e-4, 1
+    with pytest.raises(KeyError):
+        mismatch.flags_of(cell, {})
+    p3o = {"metrics": {"ess": [None, 1.0, 0.5]}}  # no update before step 1; mean 0.75
+    flags = mismatch.flags_of(cell, {("lag 16", "p3o", 5e-4, 1): p3o})
+    assert flags[-2:] == ["--objective_args", "level=0.7500"] and "--seed=1" in flags
+
+
+@pytest.mark.parametrize("setting, rate", mismatch.WHERE_IT_BREAKS)
+def test_the_ablation_of_micro_batches_has_several_in_a_batch(setting, rate):
+    flags = mismatch.flags_of((setting, "e_B of a micro-batch", rate, 0), {})
+    given = dict(flag.removeprefix("--").split("=") for flag in flags if "=" in flag)
+    responses = int(given["prompts_per_step"]) * 8 / int(given.get("minibatches", 1))
+    # 44 tokens on average, prompt included; padding only adds to them
+    assert responses * 44 > 2 * int(given["micro_batch_tokens"])
 
 
 def line(setting, objective, seed, *accuracy):
     metrics = {"step": [0, 10, 20], "heldout_pass@1": accuracy, "ess": [None, 1.0, 0.5]}
-    metrics["grad_norm"] = [None, 3.0, 2.0]
-    return dict(
-        setting=setting, objective=objective, learning_rate=2e-4, seed=seed, metrics=metrics
-    )
+    metrics |= {"ess_min": [None, 0.9, 0.4], "grad_norm": [None, 3.0, 2.0]}
+    cell = dict(setting=setting, objective=objective, learning_rate=2e-4, seed=seed)
+    return cell | {"metrics": metrics, "stopped": None}
 
 
-def test_an_interval_is_students(tmp_path):
+def test_an_interval_is_students():
     # 1, 2, 3: mean 2, standard deviation 1; t of two degrees of freedom 4.303; 4.303 / sqrt(3)
     mean, half = plot.interval([1.0, 2.0, 3.0])
     assert mean == 2 and half == pytest.approx(2.484, abs=1e-3)
@@ -101,6 +126,8 @@ def test_the_tables_mark_collapse_and_take_differences_by_seed(tmp_path):
         line("T = 1.4", "p3o", 1, 0.5, 0.6, 0.6),
         line("T = 1.4", "grpo 0.2", 1, 0.5, 0.4, 0.2),  # below half of its best, 0.5
         line("T = 1.4", "grpo 0.2", 0, 0.5, 0.4, 0.4),
+        line("T = 1.4", "reinforce", 0, 0.5, 0.6, 0.1),  # run anew: the next line counts
+        line("T = 1.4", "reinforce", 0, 0.5, 0.6, 0.6) | {"stopped": "a number is not finite"},
     ]
     (tmp_path / "mismatch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = plot.tables(plot.load(tmp_path / "mismatch.jsonl"))
@@ -109,3 +136,6 @@ def test_the_tables_mark_collapse_and_take_differences_by_seed(tmp_path):
     assert "| grpo 0.2 | 0.300 ± 1.271 (2) **collapsed 1/2** |" in text
     # 0.8 - 0.4 and 0.6 - 0.2: 0.4 both times, whatever the order of the lines
     assert "| grpo 0.2 | +0.400 ± 0.000 (2) |" in text
+    # A run that stopped itself has collapsed, whatever its last evaluation said.
+    assert "| reinforce | 0.600 (1) **collapsed 1/1** |" in text
+    assert "| p3o | 0.60, 0.80 |" in text
