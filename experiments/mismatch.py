@@ -90,11 +90,13 @@ def cells(grid: str) -> list[Cell]:
         return [(s, o, rate, 0) for s, rate in SHOWN for o in EVERYWHERE]
     everywhere = [(s, o, LEARNING_RATE) for s in SETTINGS for o in EVERYWHERE]
     shown = [(s, o, rate) for s, rate in SHOWN for o in [*EVERYWHERE, "p3o, is"]]
-    others = [o for o in (*OBJECTIVES, *ABLATIONS) if o not in EVERYWHERE]
+    others = [o for o in (*ABLATIONS, *OBJECTIVES) if o not in EVERYWHERE]
     breaks = [(s, o, rate) for s, rate in WHERE_IT_BREAKS for o in others if s in ONLY.get(o, [s])]
     plan = [(*cell, seed) for seed in range(3) for cell in everywhere]
-    plan += [(*cell, seed) for seed in range(5) for cell in shown]
-    plan += [(*cell, seed) for seed in range(3) for cell in breaks]
+    plan += [(*cell, seed) for seed in range(3) for cell in shown]
+    plan += [(*cell, 0) for cell in breaks]
+    plan += [(*cell, seed) for seed in (3, 4) for cell in shown]
+    plan += [(*cell, seed) for seed in (1, 2) for cell in breaks]
     return list(dict.fromkeys(plan))  # what is both shown and everywhere runs once
 
 
