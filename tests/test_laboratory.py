@@ -139,3 +139,14 @@ def test_the_tables_mark_collapse_and_take_differences_by_seed(tmp_path):
     # A run that stopped itself has collapsed, whatever its last evaluation said.
     assert "| reinforce | 0.600 (1) **collapsed 1/1** |" in text
     assert "| p3o | 0.60, 0.80 |" in text
+
+
+def test_what_is_committed_and_what_the_readme_shows_are_tables_of_the_committed_runs():
+    runs = plot.load(plot.RESULTS / "mismatch.jsonl")
+    assert (plot.RESULTS / "mismatch.md").read_text() == plot.tables(runs)
+    readme = (mismatch.ROOT / "README.md").read_text()
+    for shown in (
+        plot.table(runs, plot.compared(runs), plot.SHOWN, plot.final),
+        plot.table(runs, plot.broken(runs), plot.OTHERS, plot.final),
+    ):
+        assert "\n".join(shown) in readme
