@@ -24,10 +24,11 @@ PHASES = ("rollout", "reward", "update", "sync")
 PROMPTS, GROUP, TOKENS = 8, 4, 32  # of a step with SmolLM2: 32 responses of at most 32 tokens
 
 
-def ours(steps: int, *flags: str) -> dict[str, float]:
-    """Median seconds of each phase of train.py with these flags."""
+def ours(steps: int, *flags: str, ranks: int = 1) -> dict[str, float]:
+    """Median seconds of each phase of train.py with these flags, on all cores."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train.py"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", "train.py"]
         command += [f"--steps={steps}", f"--out_dir={out}/run", "--eval_every=0", *flags]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in open(f"{out}/run/metrics.jsonl")][3:]
@@ -93,7 +94,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.trl_child:  # in a process of its own, as train.py is
         return trl(args.smollm2, args.trl_child, steps=5)
-    results = {"cores": len(os.sched_getaffinity(0)), "tiny": ours(30)}
+    cores = len(os.sched_getaffinity(0))
+    results = {"cores": cores, "tiny": ours(30), "tiny, a rank a core": ours(30, ranks=cores)}
     if args.smollm2:
         with tempfile.TemporaryDirectory() as task:
             sums_task(Path(task))
