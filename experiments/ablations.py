@@ -82,15 +82,15 @@ def raw_logprobs() -> None:
     vllm.LLM = RawLLM  # rollout.py imports it when it builds its engine
 
 
-LOSSES = (cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess, clamped_kl)
-ABLATIONS = {f.__name__: f for f in (*LOSSES, raw_logprobs)}
+LOSSES = cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess, clamped_kl
+NAMED = {f.__name__: f for f in (*LOSSES, raw_logprobs)}
 
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
-    if name not in ABLATIONS:
-        sys.exit(f"ablations.py: {name!r} is none of {', '.join(ABLATIONS)}")
+    if name not in NAMED:
+        sys.exit(f"ablations.py: {name!r} is none of {', '.join(NAMED)}")
     if name == "raw_logprobs":
         raw_logprobs()
     else:
-        loss.OBJECTIVES["p3o"] = ABLATIONS[name]
+        loss.OBJECTIVES["p3o"] = NAMED[name]
     runpy.run_path(str(Path(loss.__file__).with_name("train.py")), run_name="__main__")

@@ -25,10 +25,10 @@ from matplotlib import pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.mismatch import (
     ABLATIONS,
-    EVERYWHERE,
     LEARNING_RATE,
     OBJECTIVES,
     SETTINGS,
+    SHOWN_OBJECTIVES,
     finished,
 )
 
@@ -47,8 +47,7 @@ KINDS = {
     "lag, steps": {"on-policy": 0, "lag 1": 1, "lag 4": 4, "lag 16": 16},
     "updates on a rollout batch": {"on-policy": 1, "4 updates": 4, "16 updates": 16},
 }
-SHOWN = [*EVERYWHERE, "p3o, is"]
-OTHERS = [o for o in (*OBJECTIVES, *ABLATIONS) if o not in SHOWN]
+OTHERS = [o for o in (*OBJECTIVES, *ABLATIONS) if o not in SHOWN_OBJECTIVES]
 Panel = tuple[float, str]  # learning rate and setting
 Runs = dict[Panel, dict[str, list[dict]]]  # panel -> objective -> its runs
 
@@ -143,7 +142,7 @@ def draw_strength(runs: Runs, path: Path) -> None:
     a cell, by how large the mismatch was found to be: 1 - e_B, over the run."""
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained", sharey=True)
     cells = {p: {o: accuracies(cell) for o, cell in runs[p].items()} for p in runs}
-    for i, objective in enumerate(SHOWN):
+    for i, objective in enumerate(SHOWN_OBJECTIVES):
         style = dict(color=f"C{i}", marker="o", markersize=3)
         for axis, (kind, settings) in zip(axes, KINDS.items(), strict=False):
             found = {
@@ -224,20 +223,20 @@ def tables(runs: Runs) -> str:
     lowest = partial(worst, metric="ess_min", of=min)
     largest = partial(worst, metric="grad_norm", of=max)
     lines = ["Final held-out pass@1: mean ± 95% interval (number of seeds)", ""]
-    lines += table(runs, panels, SHOWN, final)
+    lines += table(runs, panels, SHOWN_OBJECTIVES, final)
     lines += ["The same, seed by seed", ""]
-    lines += table(runs, panels, SHOWN, seeds)
+    lines += table(runs, panels, SHOWN_OBJECTIVES, seeds)
     lines += ["P3O's less that of another objective: mean of the differences by seed", ""]
-    lines += table(runs, panels, SHOWN[1:], difference)
+    lines += table(runs, panels, SHOWN_OBJECTIVES[1:], difference)
     lines += ["The lowest e_B of an update, of all seeds", ""]
-    lines += table(runs, panels, SHOWN, lowest)
+    lines += table(runs, panels, SHOWN_OBJECTIVES, lowest)
     lines += [
         "The largest gradient norm of a step (mean over its updates), before clipping to 1",
         "",
     ]
-    lines += table(runs, panels, SHOWN, largest)
+    lines += table(runs, panels, SHOWN_OBJECTIVES, largest)
     lines += ["All objectives and ablations, where it breaks", ""]
-    lines += table(runs, broken(runs), [*SHOWN, *OTHERS], final)
+    lines += table(runs, broken(runs), [*SHOWN_OBJECTIVES, *OTHERS], final)
     lines += ["The choice of the learning rate", ""]
     lines += table(runs, [p for p in runs if p[1] == "on-policy"], ["p3o"], final)
     return "\n".join(lines)
@@ -248,13 +247,14 @@ def main() -> None:
     runs = load(folder / "mismatch.jsonl")
     accuracy = "heldout_pass@1", "held-out pass@1"
     others = ["p3o", "grpo 0.2", *(o for o in OTHERS if o in OBJECTIVES)]
-    draw_curves(runs, compared(runs), SHOWN, *accuracy, folder / "curves.png")
-    draw_curves(runs, compared(runs), SHOWN, "ess", "e_B", folder / "ess.png")
+    draw_curves(runs, compared(runs), SHOWN_OBJECTIVES, *accuracy, folder / "curves.png")
+    draw_curves(runs, compared(runs), SHOWN_OBJECTIVES, "ess", "e_B", folder / "ess.png")
     draw_curves(runs, broken(runs), others, *accuracy, folder / "others.png")
     draw_curves(runs, broken(runs), ["p3o", *ABLATIONS], *accuracy, folder / "ablations.png")
     draw_strength(runs, folder / "strength.png")
-    (folder / "mismatch.md").write_text(tables(runs))
-    print(tables(runs))
+    text = tables(runs)
+    (folder / "mismatch.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

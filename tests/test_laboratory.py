@@ -1,5 +1,6 @@
 """The mismatch laboratory: what is left out of P3O, what is run, how it is summed up."""
 
+import argparse
 import json
 import math
 from collections import Counter
@@ -73,8 +74,8 @@ def test_the_authors_clamp_turns_the_pull_into_a_push_beyond_it():
 
 def test_the_grid_has_five_seeds_where_objectives_part_and_three_elsewhere():
     seeds = Counter(cell[:3] for cell in mismatch.cells("full"))
-    for setting, rate in mismatch.SHOWN:
-        assert all(seeds[setting, objective, rate] == 5 for objective in plot.SHOWN)
+    for setting, rate in mismatch.SHOWN_SETTINGS:
+        assert all(seeds[setting, objective, rate] == 5 for objective in mismatch.SHOWN_OBJECTIVES)
     for setting in mismatch.SETTINGS:
         assert all(seeds[setting, o, mismatch.LEARNING_RATE] >= 3 for o in mismatch.EVERYWHERE)
     for setting, rate in mismatch.WHERE_IT_BREAKS:
@@ -85,8 +86,10 @@ def test_the_grid_has_five_seeds_where_objectives_part_and_three_elsewhere():
 
 def test_shares_are_the_grid_cut_into_disjoint_parts():
     plan = mismatch.cells("full")
-    parts = [plan[i::8] for i in range(8)]
+    parts = [plan[mismatch.share(f"{i}/8")] for i in range(8)]
     assert sorted(sum(parts, [])) == sorted(set(plan))
+    with pytest.raises(argparse.ArgumentTypeError, match="0/8 to 7/8"):
+        mismatch.share("8/8")
 
 
 def test_a_fixed_e_b_is_the_mean_of_p3os_own_run_and_waits_for_it():
@@ -146,7 +149,7 @@ def test_what_is_committed_and_what_the_readme_shows_are_tables_of_the_committed
     assert (plot.RESULTS / "mismatch.md").read_text() == plot.tables(runs)
     readme = (mismatch.ROOT / "README.md").read_text()
     for shown in (
-        plot.table(runs, plot.compared(runs), plot.SHOWN, plot.final),
+        plot.table(runs, plot.compared(runs), mismatch.SHOWN_OBJECTIVES, plot.final),
         plot.table(runs, plot.broken(runs), plot.OTHERS, plot.final),
     ):
         assert "\n".join(shown) in readme
