@@ -114,12 +114,13 @@ def phases(
         "largest layer, or the root: 4 bytes": 4 * max(layer, root),
     }
     load = load if device == "cuda" else {"all weights, before sharding: 4 P": 4 * sum(numel)}
+    # full_weights gathers through a buffer, as in a forward pass; the engine gets a copy of each.
+    gathered = {"a layer or the root, gathered": 2 * b * max(layer, root) + e * max(numel)}
     return {
         "load": asleep | load,
         "rollout": trainer | awake | {"engine's prefill, sampler": prefill + sampler},
         "update": asleep | update | {"at work on a layer or the head": max(at_layer, at_head)},
-        # full_weights gathers one weight at a time, twice, and rounds it; the cache wakes later.
-        "sync": trainer | weights | asleep | {"one weight, gathered": (8 + e) * max(numel)},
+        "sync": trainer | weights | asleep | gathered,  # the cache wakes after it
         # At the end of a run; a single rank has all weights already.
         "export": trainer | awake | ({"one weight, gathered": 4 * max(numel)} if ranks > 1 else {}),
     }

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from config import Config
@@ -62,6 +63,14 @@ def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and weights as transformers and vLLM know them, gathered one by one: a collective."""
-    for name, weight in policy.model.state_dict().items():  # named_parameters() omits a tied head
-        yield name, weight.full_tensor()
+    """Names and weights as transformers and vLLM know them, as the policy computes with them.
+
+    FSDP gathers them as for a forward pass, a layer at a time, in cfg.dtype: a collective. A weight
+    is valid until the next one is asked for.
+    """
+    for module in [*policy.model.base_model.layers, policy]:
+        module.unshard()
+        for name, weight in policy.model.named_parameters(remove_duplicate=False):  # a tied head
+            if not isinstance(weight, DTensor):  # of this module; the others' are shards
+                yield name, weight.detach()
+        module.reshard()

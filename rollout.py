@@ -168,14 +168,14 @@ class Engine:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
         """Replace all weights by these (name, tensor) pairs of a state_dict, tied head included.
-        A lazy iterator may run collectives. `version` labels the samples."""
+        A lazy iterator may run collectives, and free what it gave. `version` labels the samples."""
 
         def as_loaded() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in weights:
+            for name, w in weights:
                 # fp8 as vLLM's own: of linear layers, but neither of the embedding nor of the head.
-                linear = weight.dim() == 2 and "embed" not in name and "lm_head" not in name
+                linear = w.dim() == 2 and "embed" not in name and "lm_head" not in name
                 fp8 = linear and self.quantization == "fp8_emulated"
-                yield name, fp8_round(weight.to(self.dtype)) if fp8 else weight.to(self.dtype)
+                yield name, fp8_round(w.to(self.dtype)) if fp8 else w.to(self.dtype, copy=True)
 
         if self.can_sleep:
             self.llm.wake_up(tags=["weights"])

@@ -209,8 +209,9 @@ def update(
 def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A folder that transformers and vLLM load, there as a whole or not at all: a collective."""
     rank = dist.get_rank()
-    # Gathered one by one on the device, and kept in rank 0's main memory alone.
-    weights = {name: weight.cpu() for name, weight in full_weights(policy) if rank == 0}
+    # The float32 weights, gathered one by one, and kept in rank 0's main memory alone.
+    gathered = ((name, w.full_tensor()) for name, w in policy.model.state_dict().items())
+    weights = {name: weight.cpu() for name, weight in gathered if rank == 0}
     if rank == 0:
         unfinished = folder.with_name(f"{folder.name}.new")
         policy.model.save_pretrained(unfinished, state_dict=weights)

@@ -1,8 +1,8 @@
 """torchrun tests/gradient_on_ranks.py FOLDER: the trainer's gradients on one batch, a saved model.
 
 FOLDER has model/ and rollouts.pt, the whole batch; each rank takes its groups of 4 as the trainer
-deals them. Rank 0 of N writes gradients-N.pt and all ranks saved-N/, the model as the trainer saves
-it; test_train.py compares them.
+deals them. Rank 0 of N writes gradients-N.pt and gathered-N.pt, the weights as an engine gets them
+in bfloat16, and all ranks saved-N/, the model as the trainer saves it; test_train.py compares them.
 """
 
 import sys
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from config import Config, load_model_files
 from loss import OBJECTIVES
-from policy import Policy, build_policy
+from policy import Policy, build_policy, full_weights
 from rollout import init_distributed
 from train import accumulate_gradient, save_model
 
@@ -48,5 +48,10 @@ if __name__ == "__main__":
     found = gradients_of(policy, folder)
     if dist.get_rank() == 0:
         torch.save(found, f"{folder}/gradients-{world}.pt")
+    half = build_policy(Config(model=f"{folder}/model", dtype="bfloat16"), mesh)
+    for _ in range(2):  # the second finds what the first left: shards
+        gathered = {name: weight.clone() for name, weight in full_weights(half)}
+    if dist.get_rank() == 0:
+        torch.save(gathered, f"{folder}/gathered-{world}.pt")
     save_model(policy, load_model_files("tiny")[0], Path(folder, f"saved-{world}"))
     dist.destroy_process_group()

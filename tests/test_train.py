@@ -145,6 +145,14 @@ def test_two_ranks_save_the_whole_model(gradients):
     assert all(torch.equal(found[name], weight) for name, weight in right.items())
 
 
+def test_an_engine_gets_the_weights_that_the_policy_computes_with_from_two_ranks(gradients):
+    *_, folder = gradients
+    found = torch.load(folder / "gathered-2.pt")
+    right = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    assert set(found) == set(right) and "lm_head.weight" in found  # although it is tied
+    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in right.items())
+
+
 def test_in_bfloat16_only_the_forward_pass_is_rounded(engine, policy, prompts, group):
     rollouts = engine.sample(prompts[:8], 2, [2 * i for i in range(8)], max_tokens=64)
     half = build_policy(Config(dtype="bfloat16"), group)
