@@ -96,7 +96,7 @@ def cells(grid: str) -> list[Cell]:
     plan += [(*cell, seed) for seed in range(3) for cell in shown]
     plan += [(*cell, 0) for cell in breaks]
     plan += [(*cell, seed) for seed in (3, 4) for cell in shown]
-    plan += [(*cell, seed) for seed in (1, 2) for cell in breaks]
+    plan += [(*cell, seed) for cell in breaks for seed in (1, 2)]
     return list(dict.fromkeys(plan))  # what is both shown and everywhere runs once
 
 
