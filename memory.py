@@ -114,8 +114,9 @@ def phases(
         "largest layer, or the root: 4 bytes": 4 * max(layer, root),
     }
     load = load if device == "cuda" else {"all weights, before sharding: 4 P": 4 * sum(numel)}
-    # full_weights gathers through a buffer, as in a forward pass; the engine gets a copy of each.
-    gathered = {"a layer or the root, gathered": 2 * b * max(layer, root) + e * max(numel)}
+    # First FSDP's buffer and the result; then the result, a copy, and what vLLM loads that into.
+    module, weight = b * max(layer, root), e * max(numel)
+    gathered = {"a layer or the root, gathered and loaded": module + max(module, 2 * weight)}
     return {
         "load": asleep | load,
         "rollout": trainer | awake | {"engine's prefill, sampler": prefill + sampler},

@@ -16,7 +16,7 @@ from rollout import Rollouts
 class Policy(torch.nn.Module):
     """A causal language model of transformers with a linear head (Llama, Qwen, ...).
 
-    A module, because FSDP gathers the weights of its root (embedding, head) for a forward only.
+    A module, because FSDP gathers the weights of its root (embedding, head) when that is called.
     """
 
     def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
@@ -63,11 +63,13 @@ def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and weights as transformers and vLLM know them, as the policy computes with them.
+    """Names and weights as transformers and vLLM know them, as the policy computes with them: in
+    cfg.dtype, whatever the engine's.
 
-    FSDP gathers them as for a forward pass, a layer at a time, in cfg.dtype: a collective. A weight
-    is valid until the next one is asked for.
+    FSDP gathers them as for a forward pass, a layer at a time: a collective. Each is freed when the
+    next one is asked for.
     """
+    policy.reshard()  # a forward pass without a backward one leaves its root gathered
     for module in [*policy.model.base_model.layers, policy]:
         module.unshard()
         for name, weight in policy.model.named_parameters(remove_duplicate=False):  # a tied head

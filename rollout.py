@@ -167,8 +167,8 @@ class Engine:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
-        """Replace all weights by these (name, tensor) pairs of a state_dict, tied head included.
-        A lazy iterator may run collectives, and free what it gave. `version` labels the samples."""
+        """Replace all weights by the (name, tensor) pairs of a state_dict, tied head included. They
+        may be gathered one by one and freed again: vLLM has copies. `version` labels samples."""
 
         def as_loaded() -> Iterator[tuple[str, torch.Tensor]]:
             for name, w in weights:

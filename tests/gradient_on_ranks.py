@@ -49,8 +49,10 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         torch.save(found, f"{folder}/gradients-{world}.pt")
     half = build_policy(Config(model=f"{folder}/model", dtype="bfloat16"), mesh)
-    for _ in range(2):  # the second finds what the first left: shards
-        gathered = {name: weight.clone() for name, weight in full_weights(half)}
+    list(full_weights(half))  # before any forward pass, and after one that leaves the root gathered
+    with torch.no_grad():
+        half(torch.load(f"{folder}/rollouts.pt", weights_only=False).rows([0]))
+    gathered = [(name, weight.clone()) for name, weight in full_weights(half)]
     if dist.get_rank() == 0:
         torch.save(gathered, f"{folder}/gathered-{world}.pt")
     save_model(policy, load_model_files("tiny")[0], Path(folder, f"saved-{world}"))

@@ -103,6 +103,14 @@ def relative_error(found, expected):
     return (distance / sum((e**2).sum() for e in expected.values()).sqrt()).item()
 
 
+def assert_gathered_whole(folder, ranks):
+    """What an engine got in bfloat16 is the model rounded, each weight once, the tied head too."""
+    found = torch.load(folder / f"gathered-{ranks}.pt")
+    right = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    assert sorted(name for name, _ in found) == sorted(right) and "lm_head.weight" in right
+    assert all(torch.equal(weight, right[name].bfloat16()) for name, weight in found)
+
+
 @pytest.mark.parametrize("objective, tokens", CASES)
 def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_and_2_ranks(
     objective, tokens, gradients
@@ -116,9 +124,10 @@ def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_on_1_and_
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_gradient_is_that_of_the_whole_batch_on_4_ranks_of_1_and_of_2_nodes(nodes, gradients):
     # On two nodes the weights are sharded within each and replicated across: HSDP.
-    plain, _, on_ranks, _ = gradients
+    plain, _, on_ranks, folder = gradients
     for (objective, _), (gradient, _) in on_ranks(4, nodes).items():
         assert relative_error(gradient, plain[objective]) < 1e-4
+    assert_gathered_whole(folder, ranks=4)
 
 
 def test_the_logged_statistics_are_those_of_the_whole_batch_too(gradients):
@@ -147,10 +156,7 @@ def test_two_ranks_save_the_whole_model(gradients):
 
 def test_an_engine_gets_the_weights_that_the_policy_computes_with_from_two_ranks(gradients):
     *_, folder = gradients
-    found = torch.load(folder / "gathered-2.pt")
-    right = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    assert set(found) == set(right) and "lm_head.weight" in found  # although it is tied
-    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in right.items())
+    assert_gathered_whole(folder, ranks=2)
 
 
 def test_in_bfloat16_only_the_forward_pass_is_rounded(engine, policy, prompts, group):
