@@ -92,11 +92,8 @@ def cells(grid: str) -> list[Cell]:
     shown = [(s, o, rate) for s, rate in SHOWN_SETTINGS for o in SHOWN_OBJECTIVES]
     others = [o for o in (*ABLATIONS, *OBJECTIVES) if o not in EVERYWHERE]
     breaks = [(s, o, rate) for s, rate in WHERE_IT_BREAKS for o in others if s in ONLY.get(o, [s])]
-    plan = [(*cell, seed) for seed in range(3) for cell in everywhere]
-    plan += [(*cell, seed) for seed in range(3) for cell in shown]
-    plan += [(*cell, 0) for cell in breaks]
-    plan += [(*cell, seed) for seed in (3, 4) for cell in shown]
-    plan += [(*cell, seed) for cell in breaks for seed in (1, 2)]
+    plan = [(*cell, seed) for seed in range(5) for cell in (*everywhere, *shown)]
+    plan += [(*cell, seed) for cell in breaks for seed in range(3)]
     return list(dict.fromkeys(plan))  # what is both shown and everywhere runs once
 
 
