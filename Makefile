@@ -1,7 +1,7 @@
 # make train       set up .venv (once), train the embedded default: 3 minutes on two cores
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
-# make reproduce   a reduced grid of the paper's experiments and its figures: 18 runs
+# make reproduce   a reduced grid of the paper's experiments and its figures: 23 minutes
 # make bench       the benchmark of experiments/bench.py
 # make gpu-check   mismatch, memory and speed on this machine's GPU: minutes; nothing on a CPU
 # make lint        ruff
