@@ -63,8 +63,8 @@ def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and weights as transformers and vLLM know them, as the policy computes with them: in
-    cfg.dtype, whatever the engine's.
+    """Names (a tied head has two) and weights as transformers and vLLM know them, in cfg.dtype, as
+    the policy computes with them, whatever the engine's.
 
     FSDP gathers them as for a forward pass, a layer at a time: a collective. Each is freed when the
     next one is asked for.
@@ -72,7 +72,7 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     policy.reshard()  # a forward pass without a backward one leaves its root gathered
     for module in [*policy.model.base_model.layers, policy]:
         module.unshard()
-        for name, weight in policy.model.named_parameters(remove_duplicate=False):  # a tied head
+        for name, weight in policy.model.named_parameters(remove_duplicate=False):
             if not isinstance(weight, DTensor):  # of this module; the others' are shards
                 yield name, weight.detach()
         module.reshard()
