@@ -110,7 +110,7 @@ def test_what_cannot_run_is_refused_before_an_engine_is_built(run_here):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs; a GPU has make gpu-check")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="make gpu-check does it on a GPU")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_on_cpu(ranks, tmp_path):
     out = tmp_path / "new" / "found.json"
