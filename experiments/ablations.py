@@ -4,8 +4,8 @@
     python experiments/ablations.py fixed_ess --objective_args level=0.9 --lag 16
     python experiments/ablations.py raw_logprobs --temperature 0.6
 
-The first argument is the name of a function below: raw_logprobs, or a loss to take the place of
-p3o. The other ones are those of train.py.
+The first argument is the name of a function below: raw_logprobs, which all objectives can do with,
+or a loss that takes the place of --objective. The other ones are those of train.py.
 """
 
 import os
@@ -23,7 +23,7 @@ from loss import KL_ESTIMATORS, Count, Loss, p3o_loss, tis
 
 def cap_without_kl(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    ess: Count = None, token_count: Count = None,
+    ess: Count, token_count: Count = None,
 ) -> Loss:  # fmt: skip
     """Equation (3) alone: the ratio is capped at e_B, nothing pulls back to pi_b."""
     return tis(logp, logp_behavior, advantage, mask, C=float(ess), token_count=token_count)
@@ -92,5 +92,9 @@ if __name__ == "__main__":
     if name == "raw_logprobs":
         raw_logprobs()
     else:
-        loss.OBJECTIVES["p3o"] = NAMED[name]
+        # Under its own name, so that config.json tells, and with what P3O needs of the batch.
+        of_batch = loss.batch_quantities
+        loss.batch_quantities = lambda _, *batch, **hyper: of_batch("p3o", *batch, **hyper)
+        loss.OBJECTIVES[name] = NAMED[name]
+        sys.argv.append(f"--objective={name}")
     runpy.run_path(str(Path(loss.__file__).with_name("train.py")), run_name="__main__")

@@ -6,6 +6,7 @@ and the two are compared: no training, no reward. Use it for any framework that 
 
 import argparse
 import json
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     tokens = log_ratio[mask].double()  # [M]
     quantiles = torch.quantile(
         tokens[: 2**24].exp(), torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99]).double()
-    )
+    )  # of as many as torch.quantile takes
     return {
         "e_B": effective_sample_size(log_ratio, mask).item(),
         "mean |log rho|": tokens.abs().mean().item(),
@@ -58,14 +59,25 @@ def main() -> None:
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--max_response_tokens", type=int, default=64)
-    args = parser.parse_args()
-    tokenizer, _ = load_model_files(args.model)
-    problems = [json.loads(line)["prompt"] for line in open(args.prompts)]
-    prompts = [encode_prompt(tokenizer, problem) for problem in problems[: args.responses]]
+    args, start = parser.parse_args(), time.time()
+    if not 0.01 <= args.temperature <= 2 or not 0 < args.top_p <= 1:
+        parser.error("vLLM samples at a temperature of 0.01 to 2 and a top_p of at most 1")
+    if min(args.responses, args.max_response_tokens, args.top_k + 1) < 1:
+        parser.error("responses and max_response_tokens have to be positive; top_k 0 is all tokens")
+    try:
+        problems = [json.loads(line)["prompt"] for line in open(args.prompts)][: args.responses]
+        tokenizer, context = load_model_files(args.model)
+    except (json.JSONDecodeError, KeyError, TypeError):
+        parser.error(f"{args.prompts}: each line has to be a JSON object with a field 'prompt'")
+    except (ValueError, OSError) as error:  # each names the model or the file
+        parser.error(str(error))
+    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
+    longest = max(map(len, prompts), default=context) + args.max_response_tokens
+    if longest > context:
+        parser.error(f"{args.prompts}: needs 1 prompt or more, and of at most {context} tokens")
     each = -(-args.responses // len(prompts))  # responses to a prompt, rounded up
 
     init_distributed()
-    longest = max(map(len, prompts)) + args.max_response_tokens
     options = dict(quantization=args.rollout_quantization, dtype=args.rollout_dtype)
     engine = Engine(args.model, longest, **options)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
@@ -79,8 +91,10 @@ def main() -> None:
         for rows in torch.arange(len(rollouts.text)).split(16):
             batch = rollouts.rows(rows.tolist())
             log_ratio[rows, : batch.mask.shape[1]] = policy(batch) - batch.logp_behavior
-    print(f"{len(rollouts.text)} responses, {int(rollouts.mask.sum())} tokens")
-    for name, value in measure(log_ratio, rollouts.mask).items():
+    size = f"{len(rollouts.text)} responses, {int(rollouts.mask.sum())} tokens"
+    print(f"{size}, {time.time() - start:.0f} s")
+    entropy = -rollouts.logp_behavior[rollouts.mask].mean().item()  # as these samples estimate it
+    for name, value in ({"entropy of pi_b": entropy} | measure(log_ratio, rollouts.mask)).items():
         print(f"{name:16}{value:10.5f}")
     print("most off (10 samples or more)")
     for off, count, token in most_off(rollouts, log_ratio)[:5]:

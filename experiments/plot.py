@@ -6,18 +6,19 @@ It writes there curves.png (held-out pass@1 by step), ess.png (e_B by step), str
 pass@1 by the strength of the mismatch), others.png and ablations.png (held-out pass@1 where these
 ran), and the tables, mismatch.md.
 
-A line is the mean over seeds, a band its 95% interval (Student's t); dots at its end are the seeds.
+A line is the mean over seeds, a band its 95% interval (Student's t; that of three seeds would fill
+the panel), dots at the right are the seeds. What ran with fewer is compared on these seeds alone.
 Collapse means: final held-out pass@1 below half of the run's own best, or a run that stopped itself
 on a number that is not finite. Differences are taken seed by seed: runs of one seed have the same
 prompts in the same order.
 """
 
+import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from math import sqrt
 from pathlib import Path
 
 from matplotlib import pyplot as plt
@@ -27,6 +28,8 @@ from experiments.mismatch import (
     ABLATIONS,
     LEARNING_RATE,
     OBJECTIVES,
+    SEEDS,
+    SEEDS_OF_OTHERS,
     SETTINGS,
     SHOWN_OBJECTIVES,
     finished,
@@ -34,7 +37,10 @@ from experiments.mismatch import (
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Two-sided 95% quantile of Student's t by the number of seeds.
-T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+T95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+# Each name has its color in all figures.
+COLORS = dict(zip(OBJECTIVES, [*(f"C{i}" for i in range(10)), "black", "gold"], strict=True))
+COLORS |= dict(zip(ABLATIONS, plt.get_cmap("Dark2").colors, strict=False))
 # Mismatches of one kind by their strength.
 KINDS = {
     "temperature of the rollouts": {
@@ -53,8 +59,11 @@ Runs = dict[Panel, dict[str, list[dict]]]  # panel -> objective -> its runs
 
 
 def load(path: Path) -> Runs:
-    """The finished runs of mismatch.jsonl, panels in the order of SETTINGS."""
+    """The finished runs of mismatch.jsonl, panels in the order of SETTINGS. Raises SystemExit where
+    there are none."""
     rows = finished(path).values()
+    if not rows:
+        sys.exit(f"plot.py: {path} has no runs: experiments/mismatch.py writes it")
     places = {setting: place for place, setting in enumerate(SETTINGS)}
     runs: Runs = defaultdict(lambda: defaultdict(list))
     for row in sorted(rows, key=lambda row: (row["learning_rate"], places[row["setting"]])):
@@ -72,6 +81,14 @@ def broken(runs: Runs) -> list[Panel]:
     return [p for p in runs if any(o in runs[p] for o in OTHERS)]
 
 
+def of_seeds(runs: Runs, count: int) -> Runs:
+    """The runs with the first `count` seeds."""
+    return {
+        panel: {o: [run for run in cell if run["seed"] < count] for o, cell in objectives.items()}
+        for panel, objectives in runs.items()
+    }
+
+
 def title(panel: Panel) -> str:
     rate, setting = panel
     return setting if rate == LEARNING_RATE else f"{setting}, learning rate {rate:g}"
@@ -84,15 +101,27 @@ def series(run: dict, name: str) -> list[tuple[int, float]]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95% interval (nan for a single value)."""
-    if len(values) < 2:
-        return values[0], float("nan")
-    return statistics.mean(values), T95[len(values)] * statistics.stdev(values) / sqrt(len(values))
+    """Mean, and half the width of its 95% interval: nan for one value or two, which give none."""
+    if len(values) < 3:
+        return statistics.mean(values), float("nan")
+    return statistics.mean(values), T95[len(values)] * statistics.stdev(values) / math.sqrt(
+        len(values)
+    )
 
 
 def accuracies(runs: list[dict]) -> dict[int, float]:
     """The final held-out pass@1 by seed."""
     return {run["seed"]: series(run, "heldout_pass@1")[-1][1] for run in runs}
+
+
+def footing(run: dict) -> int | None:
+    """The step at which held-out pass@1 was found below half of its best so far; None if never."""
+    best = 0.0
+    for step, value in series(run, "heldout_pass@1"):
+        if value < best / 2:
+            return step
+        best = max(best, value)
+    return None
 
 
 def collapsed(run: dict) -> bool:
@@ -101,49 +130,53 @@ def collapsed(run: dict) -> bool:
 
 
 def draw_curves(
-    runs: Runs, panels: list[Panel], objectives: list[str], metric: str, label: str, path: Path
+    runs: Runs, panels: list[Panel], objectives: list[str], metric: str, path: Path
 ) -> None:
-    """One panel a setting and learning rate, one line an objective."""
+    """One panel a setting and learning rate, one line an objective. Of e_B, log10(1 - e_B)."""
     if not panels:
         return
-    rows = -(-len(panels) // 4)
+    rows, ess = -(-len(panels) // 4), metric == "ess"
     figure, axes = plt.subplots(
         rows, 4, figsize=(15, 3.2 * rows), layout="constrained", sharey=True, squeeze=False
     )
     handles = {}
     for axis, panel in zip(axes.flat, panels, strict=False):
-        for i, objective in enumerate(objectives):
+        for i, objective in reversed([*enumerate(objectives)]):  # the first on top
             by_step: dict[int, list[float]] = defaultdict(list)
             for run in runs[panel].get(objective, []):
                 for step, value in series(run, metric):
-                    by_step[step].append(value)
+                    by_step[step].append(math.log10(max(1 - value, 1e-6)) if ess else value)
             if not by_step:
                 continue
-            steps, color = sorted(by_step), f"C{i}"
+            steps, color = sorted(by_step), COLORS[objective]
             mean, half = zip(*(interval(by_step[step]) for step in steps), strict=True)
             (handles[objective],) = axis.plot(steps, mean, color=color)
             low, high = [
                 [m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1)
             ]
-            axis.fill_between(steps, low, high, color=color, alpha=0.12)
-            axis.plot([steps[-1]] * len(by_step[steps[-1]]), by_step[steps[-1]], ".", color=color)
-        axis.set(title=title(panel), xlabel="step", ylim=(0, 1.02))
+            last = by_step[steps[-1]]
+            if len(last) > 3:
+                axis.fill_between(steps, low, high, color=color, alpha=0.12)
+            axis.plot([steps[-1] + i + 1] * len(last), last, ".", color=color)
+        axis.set(title=title(panel), xlabel="step", ylim=(-6.1, 0.1) if ess else (0, 1.02))
     for axis in axes[:, 0]:
-        axis.set_ylabel(label)
+        axis.set_ylabel("log10(1 - e_B)" if ess else "held-out pass@1")
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
-    figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=7)
+    names = [objective for objective in objectives if objective in handles]
+    figure.legend([handles[o] for o in names], names, loc="outside lower center", ncols=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def draw_strength(runs: Runs, path: Path) -> None:
-    """Final held-out pass@1 by the strength of each kind of mismatch. The last panel has a point
-    a cell, by how large the mismatch was found to be: 1 - e_B, over the run."""
+    """Final held-out pass@1 by the strength of each kind of mismatch, joined where an objective ran
+    at all strengths. The last panel has a point a cell, by how large the mismatch was found to be:
+    1 - e_B, over the run; P3O's below 0.9 are named."""
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained", sharey=True)
     cells = {p: {o: accuracies(cell) for o, cell in runs[p].items()} for p in runs}
-    for i, objective in enumerate(SHOWN_OBJECTIVES):
-        style = dict(color=f"C{i}", marker="o", markersize=3)
+    for objective in reversed(SHOWN_OBJECTIVES):
+        style = dict(color=COLORS[objective], marker="o", markersize=3)
         for axis, (kind, settings) in zip(axes, KINDS.items(), strict=False):
             found = {
                 x: interval(list(cells[LEARNING_RATE, s][objective].values()))
@@ -152,7 +185,8 @@ def draw_strength(runs: Runs, path: Path) -> None:
             }
             if len(found) > 1:
                 mean, half = zip(*found.values(), strict=True)
-                axis.errorbar(list(found), mean, half, capsize=2, **style)
+                line = "-" if len(found) == len(settings) else ""
+                axis.errorbar(list(found), mean, half, capsize=2, linestyle=line, **style)
             axis.set(xlabel=kind)
         here = [p for p in compared(runs) if objective in runs[p]]
         x = [
@@ -161,21 +195,32 @@ def draw_strength(runs: Runs, path: Path) -> None:
         ]
         y = [statistics.mean(cells[p][objective].values()) for p in here]
         axes[3].plot(x, y, linestyle="", label=objective, **style)
+        if objective == "p3o":
+            for panel, *at in zip(here, x, y, strict=True):
+                if at[1] < 0.9:
+                    name = title(panel).replace("learning rate ", "")
+                    axes[3].annotate(
+                        name, at, (-4, 0), textcoords="offset points", ha="right", fontsize=7
+                    )
     axes[1].set_xscale("symlog", linthresh=1)
-    axes[2].set_xscale("log")
+    axes[2].set_xscale("log", base=4)
+    for axis, settings in zip(axes[:3], KINDS.values(), strict=True):
+        axis.set_xticks(list(settings.values()), [f"{x:g}" for x in settings.values()])
+        axis.minorticks_off()
     axes[3].set(xscale="log", xlabel="1 - e_B, mean over the run")
     axes[0].set(ylabel="final held-out pass@1", ylim=(0, 1.02))
-    figure.legend(loc="outside lower center", ncols=4)
+    handles, labels = axes[3].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def entry(values: list[float], form: str = ".3f") -> str:
-    """mean ± half (n)"""
+    """mean ± half (n), without the half where n is 1 or 2"""
     if not values:
         return ""
     mean, half = interval(values)
-    width = f" ± {half:.3f}" if len(values) > 1 else ""
+    width = f" ± {half:.3f}" if len(values) > 2 else ""
     return f"{mean:{form}}{width} ({len(values)})"
 
 
@@ -194,8 +239,15 @@ def difference(objectives: dict[str, list[dict]], name: str) -> str:
 
 
 def seeds(objectives: dict[str, list[dict]], name: str) -> str:
-    """The final held-out pass@1 of each seed, the lowest first."""
-    return ", ".join(f"{a:.2f}" for a in sorted(accuracies(objectives.get(name, [])).values()))
+    """The final held-out pass@1 of each seed, from seed 0 on."""
+    found = accuracies(objectives.get(name, []))
+    return ", ".join(f"{found[seed]:.2f}" for seed in sorted(found))
+
+
+def footings(objectives: dict[str, list[dict]], name: str) -> str:
+    """The step at which each seed lost its footing, the earliest first; - for never."""
+    found = [footing(run) or math.inf for run in objectives.get(name, [])]
+    return ", ".join("-" if step == math.inf else f"{step}" for step in sorted(found))
 
 
 def worst(objectives: dict[str, list[dict]], name: str, metric: str, of: Callable) -> str:
@@ -219,38 +271,41 @@ def table(
 
 def tables(runs: Runs) -> str:
     """All of mismatch.md."""
-    panels = compared(runs)
     lowest = partial(worst, metric="ess_min", of=min)
     largest = partial(worst, metric="grad_norm", of=max)
-    lines = ["Final held-out pass@1: mean ± 95% interval (number of seeds)", ""]
-    lines += table(runs, panels, SHOWN_OBJECTIVES, final)
-    lines += ["The same, seed by seed", ""]
-    lines += table(runs, panels, SHOWN_OBJECTIVES, seeds)
-    lines += ["P3O's less that of another objective: mean of the differences by seed", ""]
-    lines += table(runs, panels, SHOWN_OBJECTIVES[1:], difference)
-    lines += ["The lowest e_B of an update, of all seeds", ""]
-    lines += table(runs, panels, SHOWN_OBJECTIVES, lowest)
-    lines += [
-        "The largest gradient norm of a step (mean over its updates), before clipping to 1",
-        "",
-    ]
-    lines += table(runs, panels, SHOWN_OBJECTIVES, largest)
-    lines += ["All objectives and ablations, where it breaks", ""]
-    lines += table(runs, broken(runs), [*SHOWN_OBJECTIVES, *OTHERS], final)
-    lines += ["The choice of the learning rate", ""]
-    lines += table(runs, [p for p in runs if p[1] == "on-policy"], ["p3o"], final)
-    return "\n".join(lines)
+    panels, shown = compared(runs), SHOWN_OBJECTIVES
+    few, breaks, every = of_seeds(runs, SEEDS_OF_OTHERS), broken(runs), [*shown, *OTHERS]
+    rates = [p for p in runs if p[1] == "on-policy"]
+    fell = "below half of its best so far (-: never), the earliest seed first"
+    sections = {
+        "Final held-out pass@1: mean ± 95% interval (number of seeds)": (
+            runs, panels, shown, final),
+        f"The same by seed, 0 to {SEEDS - 1}": (runs, panels, shown, seeds),
+        "P3O's less that of another objective: mean of the differences by seed": (
+            runs, panels, shown[1:], difference),
+        "The lowest e_B of an update, of all seeds": (runs, panels, shown, lowest),
+        "The largest gradient norm of a step (mean over its updates), before clipping to 1": (
+            runs, panels, shown, largest),
+        f"All objectives and ablations, where it breaks: the first {SEEDS_OF_OTHERS} seeds": (
+            few, breaks, every, final),
+        f"The same by seed, 0 to {SEEDS_OF_OTHERS - 1}": (few, breaks, every, seeds),
+        "P3O's less that of another, the same seeds": (few, breaks, every[1:], difference),
+        f"The step at which held-out pass@1 was {fell}": (few, breaks, every, footings),
+        "The choice of the learning rate": (runs, rates, ["p3o"], final),
+    }  # fmt: skip
+    written = {heading: table(*content) for heading, content in sections.items() if content[1]}
+    return "\n".join(line for heading, lines in written.items() for line in (heading, "", *lines))
 
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     runs = load(folder / "mismatch.jsonl")
-    accuracy = "heldout_pass@1", "held-out pass@1"
+    few, accuracy = of_seeds(runs, SEEDS_OF_OTHERS), "heldout_pass@1"
     others = ["p3o", "grpo 0.2", *(o for o in OTHERS if o in OBJECTIVES)]
-    draw_curves(runs, compared(runs), SHOWN_OBJECTIVES, *accuracy, folder / "curves.png")
-    draw_curves(runs, compared(runs), SHOWN_OBJECTIVES, "ess", "e_B", folder / "ess.png")
-    draw_curves(runs, broken(runs), others, *accuracy, folder / "others.png")
-    draw_curves(runs, broken(runs), ["p3o", *ABLATIONS], *accuracy, folder / "ablations.png")
+    draw_curves(runs, compared(runs), SHOWN_OBJECTIVES, accuracy, folder / "curves.png")
+    draw_curves(runs, compared(runs), SHOWN_OBJECTIVES, "ess", folder / "ess.png")
+    draw_curves(few, broken(runs), others, accuracy, folder / "others.png")
+    draw_curves(few, broken(runs), ["p3o", *ABLATIONS], accuracy, folder / "ablations.png")
     draw_strength(runs, folder / "strength.png")
     text = tables(runs)
     (folder / "mismatch.md").write_text(text)

@@ -1,8 +1,10 @@
 """The mismatch laboratory: what is left out of P3O, what is run, how it is summed up."""
 
-import argparse
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -84,12 +86,87 @@ def test_the_grid_has_five_seeds_of_what_is_compared_and_three_of_the_other_obje
             assert seeds[setting, objective, rate] == 3 * runs
 
 
-def test_shares_are_the_grid_cut_into_disjoint_parts():
-    plan = mismatch.cells("full")
-    parts = [plan[mismatch.share(f"{i}/8")] for i in range(8)]
-    assert sorted(sum(parts, [])) == sorted(set(plan))
-    with pytest.raises(argparse.ArgumentTypeError, match="0/8 to 7/8"):
-        mismatch.share("8/8")
+def test_torchrun_gives_a_process_its_share_of_the_cells_and_of_the_machine():
+    code = """import os
+from experiments.mismatch import share_of_machine
+print(*share_of_machine(), os.environ["CUDA_VISIBLE_DEVICES"], len(os.sched_getaffinity(0)),
+      "RANK" in os.environ, "MASTER_PORT" in os.environ)"""
+    torchrun = dict(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, MASTER_PORT=1)
+    its = os.environ | {name: str(value) for name, value in torchrun.items()}
+    its["CUDA_VISIBLE_DEVICES"] = "5,6"
+    done = subprocess.run([sys.executable, "-c", code], env=its, cwd=mismatch.ROOT, text=True,
+                          capture_output=True)  # fmt: skip
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)  # its half of the machine, and GPU 6
+    assert done.stdout.split() == ["3", "4", "6", str(cores), "False", "False"]
+
+
+@pytest.fixture
+def grid(monkeypatch, tmp_path):
+    """mismatch.main() on three cells, without the training: the cells that it would have run."""
+    plan = [(s, "p3o", 2e-4, 0) for s in ("on-policy", "T = 1.4", "lag 16")]
+
+    def run(cell, flags):
+        ran.append(cell[0])
+        if cell[0] == broken:
+            raise RuntimeError("train.py failed: no memory")
+        return line(*cell[:2], cell[3], 0.5, 0.6, 0.6) | {
+            "command": f"python {' '.join(flags)}", "commit": "abc", "seconds": 1.0,
+        }  # fmt: skip
+
+    def main(fails=None):
+        nonlocal broken
+        broken = fails
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", ["mismatch.py", "--folder", str(tmp_path)])
+        mismatch.main()
+        return list(ran)
+
+    ran, broken = [], None
+    monkeypatch.setattr(mismatch, "cells", lambda grid: plan)
+    monkeypatch.setattr(mismatch, "run", run)
+    monkeypatch.setattr(mismatch.signal, "signal", lambda *_: None)
+    return main
+
+
+def test_a_run_that_has_its_line_is_not_run_again_unless_its_command_has_changed(
+    grid, tmp_path, monkeypatch, capsys
+):
+    assert grid() == ["on-policy", "T = 1.4", "lag 16"]
+    assert grid() == []
+    assert "has 3 of 3 runs, some of other commits than this" in capsys.readouterr().out
+    monkeypatch.setitem(mismatch.SETTINGS, "T = 1.4", ["--temperature=1.5"])
+    assert grid() == ["T = 1.4"]
+    assert len(mismatch.finished(tmp_path / "mismatch.jsonl")) == 3
+
+
+def test_a_line_that_was_cut_short_is_replaced(grid, tmp_path):
+    grid()
+    file = tmp_path / "mismatch.jsonl"
+    file.write_text(file.read_text()[:-20])  # killed while it wrote the third
+    assert grid() == ["lag 16"]
+    assert [json.loads(row)["setting"] for row in open(file)] == ["on-policy", "T = 1.4", "lag 16"]
+
+
+def test_a_run_that_fails_keeps_no_other_from_running(grid, capsys):
+    with pytest.raises(SystemExit, match="1 runs failed"):
+        grid(fails="T = 1.4")
+    assert "no memory" in capsys.readouterr().err
+    assert grid() == ["T = 1.4"]
+
+
+@pytest.mark.slow  # two runs of train.py
+def test_an_ablation_is_a_run_of_train_py_under_its_own_name(tmp_path):
+    few = "--steps=2 --prompts_per_step=8 --temperature=1.4 --eval_problems=16".split()
+    rows = {}
+    for name in "cap_without_kl", "raw_logprobs":
+        command = [sys.executable, "experiments/ablations.py", name, *few]
+        subprocess.run([*command, f"--out_dir={tmp_path}/{name}"], cwd=mismatch.ROOT, check=True)
+        rows[name] = [json.loads(row) for row in open(tmp_path / name / "metrics.jsonl")]
+        told = json.loads((tmp_path / name / "config.json").read_text())["objective"]
+        assert told == ("p3o" if name == "raw_logprobs" else name)
+    # The same responses, sampled at 1.4: in the one e_B sees it, with raw log-probabilities not.
+    assert rows["cap_without_kl"][1]["reward"] == rows["raw_logprobs"][1]["reward"]
+    assert rows["cap_without_kl"][1]["ess"] < 0.99 and rows["raw_logprobs"][1]["ess"] > 0.9999
 
 
 def test_a_fixed_e_b_is_the_mean_of_p3os_own_run_and_waits_for_it():
@@ -118,38 +195,60 @@ def line(setting, objective, seed, *accuracy):
 
 
 def test_an_interval_is_students():
-    # 1, 2, 3: mean 2, standard deviation 1; t of two degrees of freedom 4.303; 4.303 / sqrt(3)
+    # One value or two have none. 1, 2, 3: mean 2, standard deviation 1; t of two degrees of freedom
+    # 4.303; 4.303 / sqrt(3)
     mean, half = plot.interval([1.0, 2.0, 3.0])
     assert mean == 2 and half == pytest.approx(2.484, abs=1e-3)
+    assert math.isnan(plot.interval([1.0, 2.0])[1])
 
 
-def test_the_tables_mark_collapse_and_take_differences_by_seed(tmp_path):
+@pytest.fixture
+def some_runs(tmp_path):
     rows = [
         line("T = 1.4", "p3o", 0, 0.5, 0.8, 0.8),
         line("T = 1.4", "p3o", 1, 0.5, 0.6, 0.6),
+        line("T = 1.4", "p3o", 2, 0.5, 0.7, 0.7),
         line("T = 1.4", "grpo 0.2", 1, 0.5, 0.4, 0.2),  # below half of its best, 0.5
+        line("T = 1.4", "grpo 0.2", 2, 0.5, 0.4, 0.3),
         line("T = 1.4", "grpo 0.2", 0, 0.5, 0.4, 0.4),
         line("T = 1.4", "reinforce", 0, 0.5, 0.6, 0.1),  # run anew: the next line counts
         line("T = 1.4", "reinforce", 0, 0.5, 0.6, 0.6) | {"stopped": "a number is not finite"},
+        line("T = 1.4", "gspo", 0, 0.5, 0.2, 0.6),
+        line("T = 1.4", "p3o", 4, 0.5, 0.7, 0.1),  # a seed that the others do not have
     ]
     (tmp_path / "mismatch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = plot.tables(plot.load(tmp_path / "mismatch.jsonl"))
-    # (0.8 + 0.6) / 2 with standard deviation 0.1414, t = 12.71: 12.71 * 0.1414 / sqrt(2) = 1.271
-    assert "| p3o | 0.700 ± 1.271 (2) |" in text
-    assert "| grpo 0.2 | 0.300 ± 1.271 (2) **collapsed 1/2** |" in text
-    # 0.8 - 0.4 and 0.6 - 0.2: 0.4 both times, whatever the order of the lines
-    assert "| grpo 0.2 | +0.400 ± 0.000 (2) |" in text
+    return tmp_path
+
+
+def test_the_tables_mark_collapse_and_take_differences_by_seed(some_runs):
+    text = plot.tables(plot.load(some_runs / "mismatch.jsonl"))
+    # Of 0.8, 0.6, 0.7 the mean is 0.7, the standard deviation 0.1: 4.303 * 0.1 / sqrt(3) = 0.248
+    assert "| p3o | 0.700 ± 0.248 (3) |" in text  # beside gspo: seeds 0 to 2
+    # With 0.1 the mean is 0.55; 0.1 is below half of that run's best.
+    assert "| p3o | 0.550 ± 0.495 (4) **collapsed 1/4** |" in text
+    assert "| grpo 0.2 | 0.300 ± 0.248 (3) **collapsed 1/3** |" in text
+    # 0.8 - 0.4, 0.6 - 0.2, 0.7 - 0.3: 0.4 each time, whatever the order of the lines
+    assert "| grpo 0.2 | +0.400 ± 0.000 (3) |" in text
     # A run that stopped itself has collapsed, whatever its last evaluation said.
     assert "| reinforce | 0.600 (1) **collapsed 1/1** |" in text
-    assert "| p3o | 0.60, 0.80 |" in text
+    assert "| p3o | 0.80, 0.60, 0.70, 0.10 |" in text
+    # gspo fell below half of 0.5 at step 10, and came back; of grpo seed 1 did, at step 20
+    assert "| gspo | 10 |" in text and "| grpo 0.2 | 20, -, - |" in text
 
 
-def test_what_is_committed_and_what_the_readme_shows_are_tables_of_the_committed_runs():
+def test_the_figures_are_drawn_of_whatever_is_there(some_runs, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(some_runs)])
+    plot.main()
+    figures = {path.stem for path in some_runs.glob("*.png")}
+    assert figures == {"curves", "ess", "strength", "others", "ablations"}
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(some_runs / "nothing")])
+    with pytest.raises(SystemExit, match="has no runs"):
+        plot.main()
+
+
+def test_what_is_committed_and_the_table_of_the_readme_are_of_the_committed_runs():
     runs = plot.load(plot.RESULTS / "mismatch.jsonl")
     assert (plot.RESULTS / "mismatch.md").read_text() == plot.tables(runs)
     readme = (mismatch.ROOT / "README.md").read_text()
-    for shown in (
-        plot.table(runs, plot.compared(runs), mismatch.SHOWN_OBJECTIVES, plot.final),
-        plot.table(runs, plot.broken(runs), plot.OTHERS, plot.final),
-    ):
-        assert "\n".join(shown) in readme
+    shown = plot.table(runs, plot.compared(runs), mismatch.SHOWN_OBJECTIVES, plot.final)
+    assert "\n".join(shown) in readme

@@ -12,6 +12,7 @@ from experiments import meter
 from experiments.meter import measure, most_off
 from loss import effective_sample_size
 from policy import Policy
+from rollout import fp8_round
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,10 +45,10 @@ def test_behavior_log_probabilities_are_those_of_the_fp8_engine_and_follow_a_syn
             either.load_weights(policy.state_dict().items(), version)
         unquantized, quantized = sample(plain, prompts[:32]), sample(fp8, prompts[:32])
         assert quantized.weight_version == version
-        # fp8 costs at least ten times what rounding to the engine's own dtype costs ...
+        # Measured: 5e-5 beside 3e-6 of bfloat16, emulated 1e-5 beside 1e-13 of float32; with the
+        # noise below, 7e-4 beside 3e-5, and 4e-4 beside 5e-13 ...
         assert lost(policy, quantized) > 10 * lost(policy, unquantized)
-        assert lost(policy, quantized) > 1e-5
-        # ... and little beside the noise that the loop below adds: these are the synced weights.
+        # ... and |log rho| 0.001 to 0.005, little beside the noise: these are the synced weights.
         assert log_ratio(policy, quantized).abs()[quantized.mask].mean() < 0.01
         with torch.no_grad():
             generator = torch.Generator().manual_seed(0)
@@ -56,11 +57,25 @@ def test_behavior_log_probabilities_are_those_of_the_fp8_engine_and_follow_a_syn
         assert log_ratio(policy, quantized).abs()[quantized.mask].mean() > 0.05
 
 
+def test_the_fp8_emulated_engine_is_the_policy_with_its_linear_layers_rounded(
+    build_engine, policy, prompts
+):
+    fp8 = build_engine(quantization="fp8_emulated")
+    fp8.load_weights(policy.state_dict().items(), version="1")
+    rollouts = sample(fp8, prompts[:32])
+    before = log_ratio(policy, rollouts).abs()[rollouts.mask].max()
+    for layer in policy.model.layers.modules():  # neither the embedding nor the head
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = fp8_round(layer.weight.data)
+    assert log_ratio(policy, rollouts).abs()[rollouts.mask].max() < 1e-4 < 1e-2 < before
+
+
 def test_e_b_falls_with_the_distance_of_the_temperature_from_1(engine, policy, prompts):
     cost = {
         t: lost(policy, sample(engine, prompts[:32], temperature=t))
         for t in (0.6, 0.8, 1.0, 1.2, 1.4)
     }
+    # Measured: 0.25, 0.022, 1e-13, 0.008, 0.025
     assert cost[1.0] < 1e-6 < 1e-3 < cost[0.8] < cost[0.6]
     assert 1e-3 < cost[1.2] < cost[1.4]
 
@@ -96,7 +111,7 @@ def test_top_p_and_top_k_cost_what_they_cut_off(engine, policy, prompts):
         rollouts = sample(engine, prompts[:32], **sampling)
         ratio = log_ratio(policy, rollouts)
         assert ratio[rollouts.mask].max() < 1e-4
-        assert lost(policy, rollouts) > 1e-3
+        assert lost(policy, rollouts) > 1e-3  # 0.003 and 0.002; without them 1e-13
 
 
 def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_sees_it(train_here):
@@ -105,14 +120,18 @@ def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_see
     # Step s uses the weights of max(0, s - 1 - 2): two batches are sampled before the first update.
     assert [row["weight_version"] for row in rows] == ["0", "0", "0", "1", "2"]
     assert rows[0]["ess"] > 0.9999  # sampled before any update, used for the first
-    assert all(row["ess"] < 0.99 for row in rows[2:])
+    assert all(row["ess"] < 0.99 for row in rows[2:])  # 0.983 after one update
 
 
-def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(train_here):
-    flags = "--passes=2 --minibatches=2 --steps=2 --prompts_per_step=8 --learning_rate=2e-3"
-    for row in train_here(*flags.split(), "--warmup_steps=0")[1:]:
+@pytest.mark.parametrize("passes, minibatches", [(3, 1), (1, 3)])
+def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(
+    train_here, passes, minibatches
+):
+    flags = f"--passes={passes} --minibatches={minibatches} --steps=2 --prompts_per_step=9"
+    rows = train_here(*flags.split(), "--learning_rate=2e-3", "--warmup_steps=0")
+    for row in rows[1:]:
         assert row["mismatch_mean"] < 0.01  # before the first update
-        assert row["ess_min"] < 0.99  # at the last
+        assert row["ess_min"] < 0.99  # at the last; measured: passes 0.94, minibatches 0.19, 0.34
 
 
 def test_held_out_accuracy_is_that_of_the_policy_not_of_its_fp8_copy(train_here):
@@ -141,6 +160,24 @@ def test_the_meter_names_the_tokens_that_are_off_most(engine, policy, prompts):
     # ';' is written with probability 0.3: it depends on the temperature; '=' is certain.
     by_token = {engine.tokenizer.decode([token]): off for off, _, token in worst}
     assert by_token[";"] > 0.1 > by_token["="]
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--model=nowhere", "no model at 'nowhere'"),
+        ("--prompts=nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
+        ("--prompts=tiny/config.json", "tiny/config.json"),
+        ("--temperature=3", "a temperature of 0.01 to 2"),
+        ("--responses=0", "responses and max_response_tokens have to be positive"),
+        ("--max_response_tokens=1000", "of at most 128 tokens"),
+    ],
+)
+def test_the_meter_says_in_a_sentence_what_it_cannot_do(flags, reason, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["rollout.py", flags])
+    with pytest.raises(SystemExit, match="2"):
+        meter.main()
+    assert reason in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_rollout_py_is_the_meter_and_prints_e_b_quantiles_kl_and_tokens(run_here, capsys):
