@@ -147,10 +147,10 @@ def check_fields(cfg: Config | EvalConfig, may_be_zero: str = "") -> None:
         value, choices = getattr(cfg, f.name), f.metadata.get("choices", ())
         if choices and value not in choices:  # argparse looks at flags, but not at --config
             raise Refused(f"unknown {f.name} {value!r}: choose one of {', '.join(choices)}")
-        if isinstance(value, int | float) and (
-            value < 0 or not value and f.name in POSITIVE.split() and f.name not in may_be_zero
-        ):
-            raise Refused(f"{f.name} is {value}: it has to be positive")
+        positive = f.name in POSITIVE.split() and f.name not in may_be_zero
+        if isinstance(value, int | float) and (value < 0 or positive and not value):
+            least = "positive" if positive else "0 or more"
+            raise Refused(f"{f.name} is {value}: it has to be {least}")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if ranks % cfg.rollout_tp:
         raise Refused(f"rollout_tp is {cfg.rollout_tp}: it has to divide a node's {ranks} ranks")

@@ -136,10 +136,12 @@ def main() -> None:
             row[1].bar(places, heights, width=0.27, color=color, label=key)
         for i, name in enumerate(names):
             told_of = told["objectives"][name]
-            text = f"at most\n{told_of['max |w|']:,.4g}"
-            if told_of[BELOW] > 1.2:  # beyond the axis
-                text += f"\n(blue: {told_of[BELOW]:,.0f})"
-            row[1].text(i, 1.05, text, ha="center", fontsize=8)
+            digits = 0 if told_of["max |w|"] > 100 else 2
+            text = f"at most\n{told_of['max |w|']:,.{digits}f}"
+            if told_of[BELOW] > 1:  # beyond the axis
+                text += f"\nblue: {told_of[BELOW]:,.0f}"
+            box = dict(facecolor="white", edgecolor="none", pad=1)
+            row[1].text(i, 1.2, text, ha="center", va="top", fontsize=8, bbox=box)
         row[1].set_xticks(range(len(names)), names)
         row[1].set(ylim=(0, 1.3), ylabel="mean |w|, or share", xlabel="|w|: the weight of a token")
     axes[1, 1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
