@@ -135,9 +135,10 @@ def draw_curves(
     """One panel a setting and learning rate, one line an objective. Of e_B, log10(1 - e_B)."""
     if not panels:
         return
-    rows, ess = -(-len(panels) // 4), metric == "ess"
+    columns, ess = 5 if len(panels) < 6 else 4, metric == "ess"
+    rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        rows, 4, figsize=(15, 3.2 * rows), layout="constrained", sharey=True, squeeze=False
+        rows, columns, figsize=(15, 3.2 * rows), layout="constrained", sharey=True, squeeze=False
     )
     handles = {}
     for axis, panel in zip(axes.flat, panels, strict=False):
