@@ -90,7 +90,8 @@ def cells(grid: str) -> list[Cell]:
         rates = (1e-4, 2e-4, 5e-4, 1e-3)
         return [("on-policy", "p3o", rate, seed) for seed in range(2) for rate in rates]
     if grid == "reduced":
-        return [(s, o, rate, 0) for s, rate in SHOWN_SETTINGS for o in EVERYWHERE]
+        settings = [("on-policy", LEARNING_RATE), *WHERE_IT_BREAKS]
+        return [(s, o, rate, 0) for s, rate in settings for o in EVERYWHERE]
     everywhere = [(s, o, LEARNING_RATE) for s in SETTINGS for o in EVERYWHERE]
     shown = [(s, o, rate) for s, rate in SHOWN_SETTINGS for o in SHOWN_OBJECTIVES]
     others = [o for o in (*ABLATIONS, *OBJECTIVES) if o not in EVERYWHERE]
