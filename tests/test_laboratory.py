@@ -124,6 +124,8 @@ def grid(monkeypatch, tmp_path):
     ran, broken = [], None
     monkeypatch.setattr(mismatch, "cells", lambda grid: plan)
     monkeypatch.setattr(mismatch, "run", run)
+    # Not of this process, whose environment other tests need.
+    monkeypatch.setattr(mismatch, "share_of_machine", lambda: (0, 1))
     monkeypatch.setattr(mismatch.signal, "signal", lambda *_: None)
     return main
 
