@@ -24,7 +24,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from config import load_model_files, load_prompts
-from experiments.mismatch import EVERY_RUN, LARGER, SETTINGS
+from experiments.mismatch import LARGER, flags_of
 from loss import OBJECTIVES, effective_sample_size, group_advantage
 from policy import Policy
 from reward import score
@@ -49,10 +49,9 @@ def weights(name: str, log_ratio: Tensor, rollouts: Rollouts) -> Tensor:
 
 def trained(steps: int) -> transformers.PreTrainedModel:
     """The policy of the laboratory's P3O run, lag 16 with the larger learning rate, at a step."""
-    flags = [*SETTINGS["lag 16"], *EVERY_RUN, "--eval_every=0"]
+    flags = [*flags_of(("lag 16", "p3o", LARGER, 0), {}), "--eval_every=0", f"--steps={steps}"]
     with tempfile.TemporaryDirectory() as out:
-        flags += [f"--learning_rate={LARGER}", f"--steps={steps}", f"--out_dir={out}/run"]
-        command = [sys.executable, "train.py", *flags]
+        command = [sys.executable, *flags, f"--out_dir={out}/run"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return transformers.AutoModelForCausalLM.from_pretrained(f"{out}/run/model")
 

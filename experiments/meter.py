@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from config import load_model_files
+from config import Config, Refused, check_config, load_model_files
 from loss import KL_ESTIMATORS, effective_sample_size
 from policy import Policy
 from reward import encode_prompt
@@ -60,16 +60,16 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--max_response_tokens", type=int, default=64)
     args, start = parser.parse_args(), time.time()
-    if not 0.01 <= args.temperature <= 2 or not 0 < args.top_p <= 1:
-        parser.error("vLLM samples at a temperature of 0.01 to 2 and a top_p of at most 1")
-    if min(args.responses, args.max_response_tokens, args.top_k + 1) < 1:
-        parser.error("responses and max_response_tokens have to be positive; top_k 0 is all tokens")
+    sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+    if min(args.responses, args.max_response_tokens) < 1:
+        parser.error("responses and max_response_tokens have to be positive")
     try:
+        check_config(Config(**sampling))
         problems = [json.loads(line)["prompt"] for line in open(args.prompts)][: args.responses]
         tokenizer, context = load_model_files(args.model)
     except (json.JSONDecodeError, KeyError, TypeError):
         parser.error(f"{args.prompts}: each line has to be a JSON object with a field 'prompt'")
-    except (ValueError, OSError) as error:  # each names the model or the file
+    except (Refused, ValueError, OSError) as error:  # each names the flag, the model or the file
         parser.error(str(error))
     prompts = [encode_prompt(tokenizer, problem) for problem in problems]
     longest = max(map(len, prompts), default=context) + args.max_response_tokens
@@ -82,7 +82,6 @@ def main() -> None:
     engine = Engine(args.model, longest, **options)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     engine.load_weights(model.state_dict().items(), version="0")
-    sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     seeds = [each * i for i in range(len(prompts))]
     rollouts = engine.sample(prompts, each, seeds, max_tokens=args.max_response_tokens, **sampling)
     log_ratio = torch.zeros_like(rollouts.logp_behavior)

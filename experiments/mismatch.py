@@ -189,13 +189,13 @@ def main() -> None:
     plan, begin, undone = cells(args.grid), time.time(), 0
     results = args.folder / "mismatch.jsonl"
     args.folder.mkdir(parents=True, exist_ok=True)
-    kept = [row for cell, row in finished(results).items() if cell in plan]
+    done = finished(results)
+    kept = [row for cell, row in done.items() if cell in plan]
     if kept and rank == 0:
         others = {row["commit"] for row in kept} - {commit_here()}
         of = f", some of other commits than this, {commit_here()}" if others else ""
         print(f"{results} has {len(kept)} of {len(plan)} runs{of}", flush=True)
     for number, cell in list(enumerate(plan, 1))[rank::world]:
-        done = finished(results)
         try:
             flags = flags_of(cell, done)
         except KeyError:
@@ -212,6 +212,7 @@ def main() -> None:
             print(f"{number}/{len(plan)}  {cell}  {error}", file=sys.stderr, flush=True)
             continue
         append(results, row)
+        done = finished(results)  # the other ranks' runs too
         accuracy = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
         print(f"{number}/{len(plan)}  {cell}  {accuracy}  {row['seconds']} s", flush=True)
     if undone:

@@ -113,9 +113,11 @@ def grid(monkeypatch, tmp_path):
             "command": f"python {' '.join(flags)}", "commit": "abc", "seconds": 1.0,
         }  # fmt: skip
 
-    def main(fails=None):
+    def main(fails=None, share=(0, 1)):
         nonlocal broken
         broken = fails
+        # Not of this process, whose environment other tests need.
+        monkeypatch.setattr(mismatch, "share_of_machine", lambda: share)
         ran.clear()
         monkeypatch.setattr(sys, "argv", ["mismatch.py", "--folder", str(tmp_path)])
         mismatch.main()
@@ -124,8 +126,6 @@ def grid(monkeypatch, tmp_path):
     ran, broken = [], None
     monkeypatch.setattr(mismatch, "cells", lambda grid: plan)
     monkeypatch.setattr(mismatch, "run", run)
-    # Not of this process, whose environment other tests need.
-    monkeypatch.setattr(mismatch, "share_of_machine", lambda: (0, 1))
     monkeypatch.setattr(mismatch.signal, "signal", lambda *_: None)
     return main
 
@@ -139,6 +139,11 @@ def test_a_run_that_has_its_line_is_not_run_again_unless_its_command_has_changed
     monkeypatch.setitem(mismatch.SETTINGS, "T = 1.4", ["--temperature=1.5"])
     assert grid() == ["T = 1.4"]
     assert len(mismatch.finished(tmp_path / "mismatch.jsonl")) == 3
+
+
+def test_the_shares_of_the_processes_are_disjoint_and_make_up_the_grid(grid):
+    assert grid(share=(1, 2)) == ["T = 1.4"]
+    assert grid(share=(0, 2)) == ["on-policy", "lag 16"]
 
 
 def test_a_line_that_was_cut_short_is_replaced(grid, tmp_path):

@@ -48,6 +48,7 @@ def test_behavior_log_probabilities_are_those_of_the_fp8_engine_and_follow_a_syn
         # Measured: 5e-5 beside 3e-6 of bfloat16, emulated 1e-5 beside 1e-13 of float32; with the
         # noise below, 7e-4 beside 3e-5, and 4e-4 beside 5e-13 ...
         assert lost(policy, quantized) > 10 * lost(policy, unquantized)
+        assert lost(policy, quantized) > 1e-5
         # ... and |log rho| 0.001 to 0.005, little beside the noise: these are the synced weights.
         assert log_ratio(policy, quantized).abs()[quantized.mask].mean() < 0.01
         with torch.no_grad():
@@ -123,7 +124,7 @@ def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_see
     assert all(row["ess"] < 0.99 for row in rows[2:])  # 0.983 after one update
 
 
-@pytest.mark.parametrize("passes, minibatches", [(3, 1), (1, 3)])
+@pytest.mark.parametrize("passes, minibatches", [(3, 1), (1, 3), (2, 2)])
 def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(
     train_here, passes, minibatches
 ):
@@ -131,7 +132,7 @@ def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(
     rows = train_here(*flags.split(), "--learning_rate=2e-3", "--warmup_steps=0")
     for row in rows[1:]:
         assert row["mismatch_mean"] < 0.01  # before the first update
-        assert row["ess_min"] < 0.99  # at the last; measured: passes 0.94, minibatches 0.19, 0.34
+        assert row["ess_min"] < 0.99  # at the last; measured: 3 passes 0.94, 3 minibatches 0.19
 
 
 def test_held_out_accuracy_is_that_of_the_policy_not_of_its_fp8_copy(train_here):
@@ -169,6 +170,8 @@ def test_the_meter_names_the_tokens_that_are_off_most(engine, policy, prompts):
         ("--prompts=nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
         ("--prompts=tiny/config.json", "tiny/config.json"),
         ("--temperature=3", "a temperature of 0.01 to 2"),
+        ("--top_p=1.5", "a top_p of at most 1"),
+        ("--top_k=-1", "top_k is -1: it has to be 0 or more"),
         ("--responses=0", "responses and max_response_tokens have to be positive"),
         ("--max_response_tokens=1000", "of at most 128 tokens"),
     ],
