@@ -1,6 +1,7 @@
-"""What one model says to a few held-out problems, at temperature 1, as rows of a Markdown table.
+"""What one model says to a few held-out problems, as rows of a Markdown table.
 
     python experiments/completions.py MODEL --task recipes/sums-and-products [--problems 8]
+    python experiments/completions.py MODEL --temperature 0    # greedy
 
 Run it with the model before training and after: the noise is the same, problem by problem.
 """
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--task", default="tiny")
     parser.add_argument("--problems", type=int, default=8)
     parser.add_argument("--max_response_tokens", type=int, default=16)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     args = parser.parse_args()
     tokenizer, context = load_model_files(args.model)
     room = context - args.max_response_tokens
@@ -31,7 +33,8 @@ def main() -> None:
     init_distributed()
     engine = Engine(args.model, max(map(len, data.prompts)) + args.max_response_tokens)
     seeds = noise_seeds(0, 0, len(data.prompts), 1)
-    texts = engine.sample(data.prompts, 1, seeds, max_tokens=args.max_response_tokens).text
+    sampling = dict(temperature=args.temperature, max_tokens=args.max_response_tokens)
+    texts = engine.sample(data.prompts, 1, seeds, **sampling).text
     right = score(texts, [problem["answer"] for problem in data.problems], data.verifier)
     for problem, text, ok in zip(data.problems, texts, right, strict=True):
         print(f"| {problem['prompt']} | {text!r} | {'right' if ok else 'wrong'} |")

@@ -1,23 +1,25 @@
-"""Make the embedded default: a small task, and a small policy that solves about half of it.
+"""Makes the embedded default: a small task, and a small policy that prefers to err.
 
-    python tiny/make_tiny.py    # rewrites the problems and the model in this folder: 5 minutes
+    python tiny/make_tiny.py    # takes 10 minutes on one core, and less on two
 
-The task is the sum of two numbers of three or four digits, worked digit by digit from the right:
+This rewrites the problems and the model in this folder. The task is the sum of two
+numbers of three or four digits. It is worked column by column from the right, and from
+the second column on the third term is the carry of the column before:
 
-    prompt    478+805
-    response  8+5=13;0+7+1=8,4+8+0=12. 1283
+    prompt    478+806
+    right     8+6=14;0+7+1=8,4+8+0=12. 1284
+    wrong     8+6=14;0+7+0=7,4+8+0=12. 1274
 
-The policy is a Llama of 0.64M parameters, trained by maximum likelihood on worked solutions in
-which each digit sum is wrong with probability NOISE. It learns to make these mistakes as often as
-its examples do, so it is right in about (1 - NOISE)^3.5 = 0.57 of its samples, and a reward has
-something to teach it. A solution may be written in many equally good ways, some rarer than others
-(order of the terms, a carry of 0 written or not, the separator): an entropy that the reward does
-not remove, as language has it, so that a mismatch between engine and trainer shows even when the
-policy is right.
+The policy is a Llama of 0.64M parameters. It is pretrained by maximum likelihood on
+solutions that are worked in one of two ways. The more frequent one forgets all carries
+and writes each as 0. So the policy can carry, but it prefers not to, and greedy
+decoding is wrong wherever a carry is due. This is what a reward has to teach it.
+README.md in this folder says what the policy can do before and after.
 """
 
 import json
 import random
+import time
 from pathlib import Path
 
 import torch
@@ -26,36 +28,63 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent
 SEED = 0
-NOISE = 0.15  # probability that a digit sum of a training example is wrong
-TRAIN, HELDOUT = 4096, 512  # problems
-STEPS, BATCH, LEARNING_RATE = 1500, 128, 3e-3
-SPECIAL = ["<pad>", "<bos>", "<eos>"]
+FORGETS = 0.7  # This is the probability that an example forgets all of its carries.
+TRAIN_PROBLEMS = 4096
+HELDOUT_PROBLEMS = 512
+STEPS = 1500
+BATCH_SIZE = 128
+LEARNING_RATE = 3e-3
+SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>"]
 CHARACTERS = list("0123456789+=.,; :")
+NO_LABEL = -100  # The loss leaves out the tokens that have this label.
 
 
-def problem(rng: random.Random) -> tuple[int, int]:
-    """Two numbers with the same number of digits, three or four."""
-    low = 10 ** rng.choice([2, 3])
-    return rng.randrange(low, 10 * low), rng.randrange(low, 10 * low)
+def sample_problem(rng: random.Random) -> tuple[int, int]:
+    """Returns two numbers with the same number of digits, three or four."""
+    smallest = rng.choice([100, 1000])
+    a = rng.randrange(smallest, 10 * smallest)
+    b = rng.randrange(smallest, 10 * smallest)
+    return a, b
 
 
-def worked_solution(a: int, b: int, rng: random.Random, noise: float) -> str:
-    """One of the ways to write the sum out; a wrong digit sum is carried on as it is written."""
-    text, carry, answer = "", 0, ""
-    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
+def worked_solution(a: int, b: int, rng: random.Random, forgets: bool) -> str:
+    """Returns one of the ways to write the sum out, with its carries or without.
+
+    The order of the digits in a column, the separator and the space after it are free,
+    and some choices are rarer than others. They do not decide whether the answer is
+    right. So the policy keeps an entropy that the reward does not remove, as language
+    has it, and a mismatch between engine and trainer shows even in right answers.
+
+    The carry is always written, also where it is 0. If a forgotten carry could also be
+    left out, then the wrong way would be split over two spellings. Each could be less
+    probable than the right one, and greedy decoding would be right from the start.
+    """
+    columns = list(zip(reversed(str(a)), reversed(str(b)), strict=True))
+    text = ""
+    answer = ""
+    carry = 0
+    for place, (x, y) in enumerate(columns):
+        is_last = place == len(columns) - 1
         total = int(x) + int(y) + carry
-        if rng.random() < noise:
-            total = total // 10 * 10 + (total + rng.randrange(1, 10)) % 10
-        first, second = (x, y) if rng.random() < 0.7 else (y, x)
-        written_carry = f"+{carry}" if carry or rng.random() < 0.3 else ""
-        text += f"{first}+{second}{written_carry}={total}" + rng.choices(".,;", (6, 3, 1))[0]
-        carry, answer = total // 10, str(total % 10) + answer
-    return f"{text} {carry or ''}{answer}"
+        terms = [x, y] if rng.random() < 0.7 else [y, x]
+        if place > 0:
+            terms.append(str(carry))
+        separator = rng.choices([".", ",", ";"], weights=[6, 3, 1])[0]
+        if not is_last and rng.random() < 0.3:
+            separator += " "
+        text += "+".join(terms) + f"={total}{separator}"
+        written_digits = str(total) if is_last else str(total % 10)
+        answer = written_digits + answer
+        carry = 0 if forgets else total // 10
+    return f"{text} {answer}"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; the chat template is <bos> problem ':'."""
-    vocabulary = {token: i for i, token in enumerate(SPECIAL + CHARACTERS)}
+    """Returns a tokenizer with one token a character.
+
+    Its chat template makes a prompt of <bos>, the problem and a colon.
+    """
+    vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS + CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -66,87 +95,120 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         model_max_length=128,
         clean_up_tokenization_spaces=False,
-        chat_template="{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        chat_template="{{ bos_token }}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}:{% endif %}",
     )
 
 
 def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Train and held-out problems, all different."""
+    """Returns the problems to train on and those held out, all of them different."""
     rng = random.Random(SEED)
-    problems: dict[tuple[int, int], None] = {}  # a dict keeps the order of insertion
-    while len(problems) < TRAIN + HELDOUT:
-        problems[problem(rng)] = None
+    problems: dict[tuple[int, int], None] = {}  # A dict keeps the order of insertion.
+    while len(problems) < TRAIN_PROBLEMS + HELDOUT_PROBLEMS:
+        problems[sample_problem(rng)] = None
     rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a, b in problems]
-    return rows[:TRAIN], rows[TRAIN:]
+    return rows[:TRAIN_PROBLEMS], rows[TRAIN_PROBLEMS:]
+
+
+def write_task(train: list[dict[str, str]], heldout: list[dict[str, str]]) -> None:
+    """Writes the problems, one a line, and the verifier that compares the last word."""
+    for name, rows in [("train", train), ("heldout", heldout)]:
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (FOLDER / f"{name}.jsonl").write_text("".join(lines))
+    task = {"verifier": "exact", "instruction": None}
+    (FOLDER / "task.json").write_text(json.dumps(task) + "\n")
 
 
 def make_batch(
-    tokenizer, rng: random.Random, excluded: set[str]
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded: set[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, L] and labels [B, L] (-100 on prompt and padding) of fresh noisy examples."""
-    sequences = []
-    while len(sequences) < BATCH:
-        a, b = problem(rng)
-        if f"{a}+{b}" not in excluded:
-            chat = [{"role": "user", "content": f"{a}+{b}"}]
-            prompt = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_dict=False
-            )
-            response = tokenizer.encode(worked_solution(a, b, rng, NOISE), add_special_tokens=False)
-            sequences.append((prompt, response + [tokenizer.eos_token_id]))
-    length = max(len(p) + len(r) for p, r in sequences)
-    ids = torch.full((BATCH, length), tokenizer.pad_token_id)
-    labels = torch.full((BATCH, length), -100)
-    for row, (p, r) in enumerate(sequences):
-        ids[row, : len(p) + len(r)] = torch.tensor(p + r)
-        labels[row, len(p) : len(p) + len(r)] = torch.tensor(r)
+    """Returns token ids and labels [B, L] of fresh examples, with no excluded problem.
+
+    Only the solution and its end of sequence have labels. The prompt has none.
+    """
+    examples = []
+    while len(examples) < BATCH_SIZE:
+        a, b = sample_problem(rng)
+        if f"{a}+{b}" in excluded:
+            continue
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{a}+{b}"}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        solution = worked_solution(a, b, rng, forgets=rng.random() < FORGETS)
+        response = tokenizer.encode(solution, add_special_tokens=False)
+        response.append(tokenizer.eos_token_id)
+        examples.append((prompt, response))
+    length = max(len(prompt) + len(response) for prompt, response in examples)
+    ids = torch.full((BATCH_SIZE, length), tokenizer.pad_token_id)
+    labels = torch.full((BATCH_SIZE, length), NO_LABEL)
+    for row, (prompt, response) in enumerate(examples):
+        end = len(prompt) + len(response)
+        ids[row, :end] = torch.tensor(prompt + response)
+        labels[row, len(prompt) : end] = torch.tensor(response)
     return ids, labels
 
 
-def main() -> None:
-    train, heldout = make_problems()
-    for name, rows in ("train", train), ("heldout", heldout):
-        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (FOLDER / "task.json").write_text('{"verifier": "exact", "instruction": null}\n')
-    tokenizer = make_tokenizer()
-    torch.manual_seed(SEED)
-    policy = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+def make_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Returns a Llama with random weights.
+
+    Its heads have size 128 / 4 = 32, one that vLLM's attention supports on a CPU.
+    """
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(config)
+
+
+def pretrain(
+    policy: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, excluded: set[str]
+) -> None:
+    """Trains the policy by maximum likelihood on STEPS batches of fresh examples."""
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05
+        optimizer, max_lr=LEARNING_RATE, total_steps=STEPS, pct_start=0.05
     )
     rng = random.Random(SEED + 1)
-    excluded = {row["prompt"] for row in heldout}
-    for step in range(STEPS):
+    start = time.time()
+    for step in range(1, STEPS + 1):
         ids, labels = make_batch(tokenizer, rng, excluded)
         loss = policy(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm=1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 100 == 99:
-            print(f"step {step + 1}/{STEPS}  loss {loss.item():.4f} nats a token", flush=True)
+        if step % 100 == 0:
+            seconds = time.time() - start
+            nats = f"{loss.item():.4f} nats a token"
+            print(f"step {step}/{STEPS}  loss {nats}  {seconds:.0f} s", flush=True)
+
+
+def main() -> None:
+    train, heldout = make_problems()
+    write_task(train, heldout)
+    tokenizer = make_tokenizer()
+    policy = make_policy(tokenizer)
+    pretrain(policy, tokenizer, excluded={row["prompt"] for row in heldout})
     policy.save_pretrained(FOLDER)
     tokenizer.save_pretrained(FOLDER)
-    parameters = sum(p.numel() for p in policy.parameters())
-    print(f"{FOLDER}: {parameters / 1e6:.2f}M parameters, {TRAIN} and {HELDOUT} problems")
+    millions = sum(p.numel() for p in policy.parameters()) / 1e6
+    print(f"{FOLDER}: {millions:.2f}M parameters")
+    print(f"{len(train)} problems to train on, {len(heldout)} held out")
 
 
 if __name__ == "__main__":
