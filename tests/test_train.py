@@ -133,7 +133,7 @@ def test_the_gradient_is_that_of_the_whole_batch_on_4_ranks_of_1_and_of_2_nodes(
 def test_the_logged_statistics_are_those_of_the_whole_batch_too(gradients):
     _, found, *_ = gradients
     expected = found[1]["p3o", WHOLE][1]
-    assert 0.1 < expected["ess"] < 0.95 and expected["capped"] > 0.05  # a stale batch
+    assert 0.1 < expected["ess"] < 0.98 and expected["capped"] > 0.05  # a stale batch
     for ranks in 1, 2:
         for tokens in 1, 300, WHOLE:
             assert found[ranks]["p3o", tokens][1] == pytest.approx(expected, rel=1e-4)
@@ -209,7 +209,7 @@ def test_a_short_run_raises_held_out_accuracy(run):
     rows = metrics(run[0])
     before, after = rows[0]["heldout_pass@1"], rows[-1]["heldout_pass@1"]
     # Standard error of each on 512 problems: sqrt(0.25 / 512) = 0.022.
-    assert 0.45 < before < 0.65
+    assert 0.35 < before < 0.55
     assert after > before + 0.1
 
 
