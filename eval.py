@@ -1,76 +1,158 @@
 """Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
 
-    python eval.py --model runs/NAME --task tiny --samples 8    # a run, a model folder, a hub name
-    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k math
+    python eval.py --model runs/NAME --task tiny --samples 8
+    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k
+    math
 
-pass@k is the probability that at least one of k samples is right. From n >= k samples, c of them
-right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
-Every field of EvalConfig (config.py) is a flag. The same command again goes on where it was killed.
-A bfloat16 engine rounds differently in batches of another size, which flips single tokens; in
+pass@k is the probability that at least one of k samples is right. From n >= k samples,
+c of them right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv
+2107.03374, equation 1). The same command again goes on where it was killed. A bfloat16
+engine rounds differently in batches of another size, which flips single tokens; in
 float32, the default on CPU, the counts are the same on any number of ranks.
 """
 
 import os
-import random
 import sys
 from math import comb
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 if "--verbose" not in sys.argv:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
+    # torch reads it when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import numpy as np
+import torch
 import torch.distributed as dist
+from pydantic import BeforeValidator, Field
+from scipy.stats import binomtest
 
-import results
-from config import EvalConfig, Refused, load_evaluation, parse_config
-from reward import score
-from rollout import Engine, init_distributed
+from reward import load_task, score
+from rollout import Engine, init_distributed, noise_seeds
+from support import results
+from support.flags import (
+    Count,
+    Flags,
+    PositiveAmount,
+    PositiveCount,
+    Probability,
+    Refused,
+    parse_flags,
+)
+from support.prompts import Split, check_model, encode_problems
+from support.tasks import task_of
 
-RESAMPLES = 10_000  # of the bootstrap: they move an end of an interval by 1% of its width
+# Resamples of the bootstrap: they move an end of an interval by about 1% of its width.
+RESAMPLES = 10_000
+
+
+def as_list(given: Any) -> Any:
+    """One task as a list of one."""
+    return [given] if isinstance(given, str) else given
+
+
+class EvalConfig(Flags):
+    """An evaluation."""
+
+    model: str = "tiny"
+    """what to evaluate: a run, a model folder or a hub name"""
+    task: Annotated[list[str], BeforeValidator(as_list)] = ["tiny"]
+    """one or several tasks, each as train.py takes it"""
+    split: Literal["train", "heldout"] = "heldout"
+    """of the tasks"""
+    samples: Count = 0
+    """n, the responses to a problem; 0: 8, or 1 if greedy"""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """of the samples; 0: greedy"""
+    top_p: Probability = 1.0
+    """of the samples"""
+    max_response_tokens: PositiveCount = 64
+    """truncate longer responses"""
+    limit: Count = 0
+    """only the first problems of each task; 0: all"""
+    drop_long: bool = False
+    """leave out prompts that leave no room for a response"""
+    seed: Count = 0
+    """of the sampling noise"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
+
+    # What decides how fast it is and where it writes, and not what it finds
+    out_dir: str = ""
+    """where it writes; by default a name made from all settings"""
+    chunk_responses: PositiveCount = 2048
+    """responses of a rank between two savings"""
+    rollout_tp: PositiveCount = 1
+    """ranks of a node that share an engine (tensor parallelism)"""
+    kv_cache_gb: PositiveAmount = 0.25
+    """an engine's KV cache on each rank, in GB of 2^30 bytes"""
+    max_num_seqs: PositiveCount = 256
+    """responses that an engine decodes at the same time"""
+    verbose: bool = False
+    """show the messages of vLLM and torch"""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased pass@k, c of n samples right; ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    """Unbiased pass@k, c of n samples right; ValueError unless 0 <= c <= n, 1 <= k <=
+    n.
+    """
     if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n; got n={n}, c={c}, k={k}")
+        raise ValueError(
+            f"pass_at_k needs 0 <= c <= n and 1 <= k <= n; got {n=}, {c=}, {k=}"
+        )
     return 1 - comb(n - c, k) / comb(n, k)
 
 
-def estimate(correct: dict[str, list[int]], n: int) -> dict:
-    """pass@k of each benchmark and of their mean, k = 1..n, from the right samples by problem.
+def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
+    """pass@k of each task and of their mean, k = 1..n, from the right samples by
+    problem.
 
-    Intervals are between the 2.5% and 97.5% quantiles of a bootstrap that resamples the problems of
-    each benchmark, with replacement, each problem with its n samples. As only the number c of right
-    samples counts, a resample is a multinomial draw of how many problems have c = 0, 1, ..., n.
+    Intervals are the 2.5% and 97.5% quantiles of a bootstrap that resamples the
+    problems of each task, each with its n samples. As only the number c of right
+    samples counts, a resample is a multinomial draw of how many problems have c = 0, 1,
+    ..., n. Where all problems of all tasks have the same pass@k, 0 or 1, every resample
+    is the same; the interval is then the exact binomial one, of that many problems all
+    wrong or all right.
     """
-    table = np.array([[pass_at_k(n, c, k) for k in range(1, n + 1)] for c in range(n + 1)])
+    pass_table = np.array(
+        [[pass_at_k(n, c, k) for k in range(1, n + 1)] for c in range(n + 1)]
+    )  # [n + 1, n]: by c and k
     noise = np.random.default_rng(0)
-    draws = {}  # by benchmark [1 + RESAMPLES, n]: the problems as they are, then the resamples
+    values, resamples = {}, {}
     for task, counts in correct.items():
-        problems = np.bincount(counts, minlength=n + 1)  # [n + 1]
-        again = noise.multinomial(len(counts), problems / len(counts), RESAMPLES)
-        draws[task] = np.vstack([problems, again]) @ table / len(counts)
+        problems_with = np.bincount(counts, minlength=n + 1)  # [n + 1]: problems by c
+        share = problems_with / len(counts)
+        drawn = noise.multinomial(len(counts), share, RESAMPLES)
+        values[task] = share @ pass_table  # [n]: by k
+        resamples[task] = drawn @ pass_table / len(counts)  # [RESAMPLES, n]
 
-    def summary(draws: np.ndarray) -> dict:
-        low, high = np.quantile(draws[1:], (0.025, 0.975), axis=0)  # [n] each
-        columns = enumerate(zip(draws[0], low, high, strict=True), 1)
-        return {str(k): {"value": v, "interval": [a, b]} for k, (v, a, b) in columns}
+    def with_interval(value: np.ndarray, drawn: np.ndarray, problems: int) -> dict:
+        low, high = np.quantile(drawn, (0.025, 0.975), axis=0)  # [n] each
+        summary = {}
+        for k in range(1, n + 1):
+            interval = [low[k - 1], high[k - 1]]
+            if value[k - 1] in (0, 1):
+                right = round(problems * value[k - 1])
+                interval = list(binomtest(right, problems).proportion_ci())
+            summary[str(k)] = {"value": value[k - 1], "interval": interval}
+        return summary
 
+    tasks = list(correct)
+    fewest = min(len(counts) for counts in correct.values())
     return {
-        "pass@k": {task: summary(d) for task, d in draws.items()},
-        "average": summary(np.mean(list(draws.values()), axis=0)),  # every benchmark counts as one
-        "intervals": f"bootstrap, {RESAMPLES} resamples of the problems, seed 0, percentiles",
+        "pass@k": {
+            task: with_interval(values[task], resamples[task], len(correct[task]))
+            for task in tasks
+        },
+        "average": with_interval(  # every task counts as one
+            np.mean([values[task] for task in tasks], axis=0),
+            np.mean([resamples[task] for task in tasks], axis=0),
+            fewest,
+        ),
+        "intervals": (
+            f"95%: bootstrap, {RESAMPLES} resamples of the problems, seed 0, percentiles; "
+            "exact binomial where all problems are alike"
+        ),
     }
-
-
-def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
-    """Seeds of the sampling noise of prompts first, first + 1, ...: all different within a run.
-
-    The engine adds j for response j of a prompt, hence the spacing. A hash of the run's own seed
-    places the whole range: the ranges of runs 0, 1, ... would otherwise overlap.
-    """
-    base = random.Random(seed).getrandbits(31)
-    return [base + (first + i) * spacing for i in range(count)]
 
 
 def evaluate(
@@ -78,67 +160,153 @@ def evaluate(
     problems: list[dict[str, str]],
     prompts: list[list[int]],
     verifier: str,
+    *,
     samples: int = 1,
     seed: int = 0,
     first: int = 0,
-    **sampling,
+    **sampling: Any,
 ) -> list[int]:
-    """How many of `samples` responses to each problem are right; the same list on every rank.
+    """How many of `samples` responses to each problem are right; the same on every
+    rank.
 
-    Each rank takes every world-th problem, with noise that depends on the problem alone: `first` is
-    the place of problems[0] in its task. `sampling` as SamplingParams.
+    Each rank takes every world-th problem, with noise that depends on the problem
+    alone: `first` is the place of problems[0] in its task. `sampling` are vLLM's
+    SamplingParams. A collective.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    seeds, own = noise_seeds(seed, first, len(problems), samples), len(problems[rank::world])
-    part = slice(rank, None, world) if own else slice(1)  # ranks that share an engine all sample
-    texts = engine.sample(prompts[part], samples, seeds[part], **sampling).text
-    answers = [problem["answer"] for problem in problems[part] for _ in range(samples)]
-    rewards = score(texts, answers, verifier)
-    mine = [round(sum(rewards[i * samples : (i + 1) * samples])) for i in range(own)]
+    seeds = noise_seeds(seed, first, len(problems), samples)
+    mine = list(range(rank, len(problems), world))
+    # Ranks that share an engine all have to sample: without problems of its own, the
+    # first.
+    asked = mine or [0]
+    rollouts = engine.sample(
+        [prompts[i] for i in asked], samples, [seeds[i] for i in asked], **sampling
+    )
+    answers = []
+    for i in asked:
+        answers += [problems[i]["answer"]] * samples
+    rewards = score(rollouts.text, answers, verifier)
+    counts = {}
+    for place, i in enumerate(mine):
+        of_problem = rewards[place * samples : (place + 1) * samples]
+        counts[i] = round(sum(of_problem))
     everyone: list = [None] * world
-    dist.all_gather_object(everyone, mine)
-    correct = [0] * len(problems)
-    for r, counts in enumerate(everyone):
-        correct[r::world] = counts
-    return correct
+    dist.all_gather_object(everyone, counts)
+    all_counts: dict[int, int] = {}
+    for rank_counts in everyone:
+        all_counts |= rank_counts
+    return [all_counts[i] for i in range(len(problems))]
+
+
+def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
+    """The model's folder or hub name, and the problems of each task. Raises Refused.
+
+    Sets what the user left to us: samples and dtype.
+    """
+    if 0 < cfg.temperature < 0.01:
+        raise Refused(
+            f"temperature is {cfg.temperature}: give 0 (greedy) or at least 0.01, which vLLM "
+            "would use instead"
+        )
+    if cfg.dtype == "auto":
+        cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    if cfg.samples == 0:
+        cfg.samples = 8 if cfg.temperature else 1
+    if cfg.samples > 1 and not cfg.temperature:
+        raise Refused(
+            f"greedy samples are all the same: samples is {cfg.samples}, 1 says it all"
+        )
+    if len(set(cfg.task)) < len(cfg.task):
+        raise Refused(f"a task is given twice: {' '.join(cfg.task)}")
+    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks_of_node % cfg.rollout_tp:
+        raise Refused(
+            f"rollout_tp is {cfg.rollout_tp}: it has to divide a node's {ranks_of_node} ranks"
+        )
+    of_run = Path(cfg.model, "model")
+    model = str(of_run) if of_run.is_dir() else cfg.model
+    try:
+        tokenizer, context = check_model(model, cfg.rollout_tp)
+        benchmarks = {}
+        for task in cfg.task:
+            benchmarks[task] = encode_problems(
+                load_task(task, cfg.split)[: cfg.limit or None],
+                tokenizer,
+                instruction=task_of(task).instruction,
+                room=context - cfg.max_response_tokens,
+                drop_long=cfg.drop_long,
+                name=f"{cfg.split} prompts of {task}",
+            )
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return model, benchmarks
 
 
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
-    cfg = parse_config(kind=EvalConfig)
-    model, benchmarks = load_evaluation(cfg)
-    correct = {}
-    if int(os.environ.get("RANK", 0)) == 0:
-        settings = results.settings_of(cfg, model, benchmarks)
+    cfg = parse_flags(EvalConfig)
+    model, benchmarks = load_benchmarks(cfg)
+    correct: dict[str, list[int]] = {}
+    if os.environ.get("RANK", "0") == "0":
+        settings = results.settings_of(cfg.model_dump(), model, benchmarks)
         out = Path(cfg.out_dir or results.default_folder(settings))
         correct = results.begin_or_resume(out / "problems.jsonl", settings)
     init_distributed()
-    # Of rank 0: other nodes may not see the folder; the judge's time limit may drop other problems.
-    dist.broadcast_object_list(shared := [correct, benchmarks])
-    (correct, benchmarks), rank, world = shared, dist.get_rank(), dist.get_world_size()
-    prompts = [prompt for b in benchmarks.values() for prompt in b.prompts]
+    # Rank 0's: other nodes may not see the folder, and could leave out other problems.
+    shared = [correct, benchmarks]
+    dist.broadcast_object_list(shared)
+    correct, benchmarks = shared
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problem_count = sum(len(split.problems) for split in benchmarks.values())
     engine = None
-    if sum(map(len, correct.values())) < len(prompts):
-        length = max(map(len, prompts)) + cfg.max_response_tokens
-        options = dict(tp=cfg.rollout_tp, dtype=cfg.dtype, kv_cache_gb=cfg.kv_cache_gb)
-        options |= dict(max_num_seqs=cfg.max_num_seqs, verbose=cfg.verbose)
-        engine = Engine(model, length, **options)
-    sampling = dict(temperature=cfg.temperature, top_p=cfg.top_p)
-    sampling["max_tokens"] = cfg.max_response_tokens
-    size = world * max(1, cfg.chunk_responses // cfg.samples)  # problems of a chunk
-    for task, (problems, prompts, verifier, _) in benchmarks.items():
-        while (first := len(correct[task])) < len(problems):
-            chunk = problems[first : first + size], prompts[first : first + size]
-            counts = evaluate(engine, *chunk, verifier, cfg.samples, cfg.seed, first, **sampling)
+    if sum(len(counts) for counts in correct.values()) < problem_count:
+        longest_prompt = max(
+            len(p) for split in benchmarks.values() for p in split.prompts
+        )
+        engine = Engine(
+            model,
+            longest_prompt + cfg.max_response_tokens,
+            tp=cfg.rollout_tp,
+            dtype=cfg.dtype,
+            kv_cache_gb=cfg.kv_cache_gb,
+            max_num_seqs=cfg.max_num_seqs,
+            verbose=cfg.verbose,
+        )
+    chunk = world * max(
+        1, cfg.chunk_responses // cfg.samples
+    )  # problems between savings
+    for task, split in benchmarks.items():
+        for first in range(len(correct[task]), len(split.problems), chunk):
+            counts = evaluate(
+                engine,
+                split.problems[first : first + chunk],
+                split.prompts[first : first + chunk],
+                task_of(task).verifier,
+                samples=cfg.samples,
+                seed=cfg.seed,
+                first=first,
+                temperature=cfg.temperature,
+                top_p=cfg.top_p,
+                max_tokens=cfg.max_response_tokens,
+            )
             correct[task] += counts
             if rank == 0:
                 results.append(out / "problems.jsonl", task, first, counts)
-                share = sum(done := correct[task]) / len(done) / cfg.samples
-                print(f"{task}: {len(done)} of {len(problems)}, pass@1 {share:.3f}", flush=True)
+                done = correct[task]
+                pass_at_1 = sum(done) / len(done) / cfg.samples
+                print(
+                    f"{task}: {len(done)} of {len(split.problems)}, pass@1 {pass_at_1:.3f}",
+                    flush=True,
+                )
     if rank == 0:
-        print("\n" + results.write_report(out, settings, estimate(correct, cfg.samples), correct))
-        print(f"{out}: results.json, results.md, problems.jsonl")
-    engine.close() if engine else dist.destroy_process_group()
+        report = results.write_report(
+            out, settings, estimate(correct, cfg.samples), correct
+        )
+        print(f"\n{report}\n{out}: results.json, results.md, problems.jsonl")
+    if engine is not None:
+        engine.close()
+    else:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,249 +1,360 @@
-"""P3O's loss (Fakoor, Aubry, Stranges, Smola, arXiv 2605.12380), and those it is compared with.
+"""P3O's loss: the advantage, the effective sample size, the divergence, the objective.
 
-B is the batch of one optimizer step: its response tokens, of all micro-batches, on all ranks. A_t
-is the advantage, pi_b what really sampled (temperature, top-p, rounding), sg stops the gradient.
+Fakoor, Aubry, Stranges, Smola: "Trust the Batch, On- or Off-Policy: Adaptive Policy
+Optimization for RL Post-Training", arXiv 2605.12380. Equation numbers are the paper's.
 
-    (1)  rho_t = pi_theta(y_t | x, y_<t) / pi_b(y_t | x, y_<t)         policy ratio
-    (2)  e_B   = mean_B[rho]^2 / mean_B[rho^2], in [1/|B|, 1]          effective sample size
-    (3)  L_pg  = -mean_B[sg(min(rho_t, e_B)) A_t log pi_theta(y_t)]    capped score function
-    (4)  L_kl  =  mean_B[KL(pi_theta || pi_b)]                         off-policy regularizer
-    (5)  L     =  L_pg + (1 - e_B) L_kl                                e_B is a constant here
+Token y_t of a response to prompt x was sampled from the behavior policy pi_b: what the
+rollout engine really drew from, after temperature, top-p and rounding. pi_theta is the
+policy being updated, A_t the advantage, and B the batch of one optimizer step: its
+response tokens, of all micro-batches, on all ranks. sg stops the gradient.
 
-Fresh batch: e_B near 1, loose cap, no KL: REINFORCE with a baseline. Stale batch: e_B falls, the
-cap tightens, the KL pulls back to pi_b. e_B is measured; nothing is left to set.
+    (3)   A_t   = (reward - mean of its group) / standard deviation of its group
+    (7)   rho_t = pi_theta(y_t | x, y_<t) / pi_b(y_t | x, y_<t)
+    (11)  e_B   = mean_B[rho]^2 / mean_B[rho^2], between 1/|B| and 1
+    (12)  L     = mean_B[ -sg(min(rho_t, e_B)) A_t log pi_theta(y_t | x, y_<t)
+                          + (1 - e_B) KL(pi_theta(. | x, y_<t) || pi_b(. | x, y_<t)) ]
 
-Every tensor is response-aligned, [B, T]; mask (bool) says which tokens count, the rest may hold
-anything; advantage is [B] or [B, T]. A loss is the SUM over the tokens given, over the batch's
-token_count: added over micro-batches and ranks it is the batch's; so are the stats. What only the
-whole batch knows is a keyword; left out, the tensors given are the batch. Demo: python loss.py.
+On a fresh batch e_B is near 1: hardly any weight is cut, the KL hardly counts, and (12)
+is REINFORCE with a baseline. On a stale batch e_B falls: the cap tightens, and the KL
+pulls pi_theta back to pi_b. e_B is measured, so nothing is left to tune.
+
+Tensors are aligned with the responses: [N, T] for N responses of at most T tokens, in
+nats. mask (bool) says which entries are tokens; the others may hold anything. A loss is
+the SUM over the tokens it is given, divided by the token_count of the whole batch: the
+losses of all micro-batches and ranks add up to (12). What only the whole batch can tell
+(ess, token_count) is a keyword; left out, the tensors given are the whole batch.
+
+`python loss.py` prints what e_B does to a few small batches.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Count = float | Tensor | None  # of the whole batch; None: the tensors given are the batch
-Loss = tuple[Tensor, dict[str, Tensor]]  # [] and its statistics, each []
-MAX_LOG_RATIO = 82.0  # nats: e^82 * 82, the largest weight here, still fits float32 gradients
+# e^82 * 82 is about the largest weight that a float32 gradient can hold.
+MAX_LOG_RATIO = 82.0  # nats
+# Probability below which the tokens that were not listed count as this much together.
+REST_FLOOR = 1e-5
+
+Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
-    """A = reward - mean of its group, over the group's standard deviation if scale. [P, G]."""
+    """The advantage (3) of each response among the G responses to the same prompt.
+
+    reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
+    deviation of the group. It is the sample's (n - 1) plus 1e-6, where the paper has
+    the population's: a factor of 1.07 at G = 8. A group of equal rewards has advantage
+    0. ValueError for a group of one, which has nothing to be compared with.
+    """
     if reward.shape[-1] < 2:
-        raise ValueError(f"a group needs 2 or more responses to be compared: {tuple(reward.shape)}")
-    reward = reward - reward[..., :1]  # [P, G]; so that equal rewards give exactly 0 below
-    advantage = reward - reward.mean(dim=-1, keepdim=True)  # [P, G]
-    if scale:  # sample std, n - 1
-        advantage = advantage / (reward.std(dim=-1, keepdim=True) + 1e-6)  # [P, G]
+        raise ValueError(
+            "an advantage within a group takes two or more responses to a prompt: "
+            f"the rewards are {tuple(reward.shape)}"
+        )
+    # Subtracting the first reward makes equal rewards 0, and so their advantage exactly
+    # 0.
+    reward = reward - reward[..., :1]
+    advantage = reward - reward.mean(dim=-1, keepdim=True)
+    if scale:
+        advantage = advantage / (reward.std(dim=-1, keepdim=True) + 1e-6)
     return advantage
 
 
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """e_B (2), float64 []: 1 for equal ratios, 1/|B| for one dominant token, ~ 1/(1 + chi^2)."""
-    check_rows(torch.isfinite(log_ratio) | ~mask, "a log-ratio is not finite")
+    """e_B (11), the normalized effective sample size of the ratios: float64, 0-d.
+
+    log_ratio is log rho, [N, T]. Equal ratios give exactly 1, one dominant ratio 1/|B|.
+    With CV the coefficient of variation of rho, e_B = 1 / (1 + CV^2), which over
+    samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). It carries no gradient.
+    ValueError without tokens; FloatingPointError where log rho is not finite.
+    """
     if not mask.any():
-        raise ValueError("no response tokens: the effective sample size of nothing is undefined")
-    log_ratio = log_ratio.detach()[mask].double()  # [|B|]; detached: e_B is a constant in (5)
-    ratio = (log_ratio - log_ratio.max()).exp()  # [|B|]; (2) cannot see a common factor, exp can
-    return (ratio.mean() ** 2 / (ratio**2).mean()).clamp(max=1.0)  # (2) e_B, []; rounding: <= 1
+        raise ValueError("no response tokens: the effective sample size of nothing")
+    check_rows(torch.isfinite(log_ratio) | ~mask, "a log-ratio is not finite")
+    log_ratio = log_ratio.detach()[mask].double()  # [|B|]
+    # (11) does not change when all ratios are divided by the largest, and none
+    # overflows.
+    ratio = (log_ratio - log_ratio.max()).exp()
+    ess = ratio.mean() ** 2 / (ratio**2).mean()
+    return ess.clamp(max=1.0)  # Rounding must not lift it above 1.
+
+
+def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
+    """KL(pi_theta || pi_b) over K tokens and one bucket for all others: [...], in nats.
+
+    logp and logp_behavior, both [..., K], are log-probabilities of the same K different
+    tokens of a position. The KL of (12) sums over the whole vocabulary. To put tokens
+    into one bucket can only lower it (log-sum inequality), so this is a lower bound,
+    which grows with K and is the KL itself when K is the vocabulary. Its gradient goes
+    to logp, through the bucket as well.
+
+    The bucket's probability is one less the sum of the others: where they hold nearly
+    all, nothing but the rounding of float32 logarithms, about 1e-6. So it counts as at
+    least REST_FLOOR, for both policies. That can only lower the result, by p log(p/b) -
+    p + b at most, for true probabilities p and b of the bucket of which one is below
+    the floor. Two buckets below the floor add nothing. One of pi_theta's below it has
+    no gradient, which was less than REST_FLOOR |log(p/b)| times the bucket's score.
+    +inf where pi_theta has probability on a listed token that pi_b never samples.
+    """
+    logp = logp.double()
+    logp_behavior = logp_behavior.detach().double()
+    p = logp.exp()
+    b = logp_behavior.exp()
+    p_rest = (1 - p.sum(dim=-1)).clamp(min=REST_FLOOR)
+    b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
+    # A token that neither policy can sample adds nothing, not -inf less -inf.
+    log_ratio = torch.where(logp > -torch.inf, logp - logp_behavior, 0.0)
+    # Over all tokens -p + b adds up to nothing. Term by term it makes each one 0 or
+    # more, and takes out that rounded probabilities do not quite sum to one.
+    listed = (p * log_ratio - p + b).sum(dim=-1)
+    rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest
+    return listed + rest
+
+
+def restrict_to_support(logp: Tensor, logp_behavior: Tensor) -> tuple[Tensor, Tensor]:
+    """What `kl_divergence` compares when rollouts were sampled with top-p or top-k.
+
+    pi_b is then zero on most of the vocabulary, and KL(pi_theta || pi_b) infinite. What
+    is meant is that pi_theta, where pi_b samples at all, should not move away from it:
+    both policies are renormalized to those of the K listed tokens that pi_b can sample
+    (its log-probability is finite). With at most K tokens in its support that is
+    pi_theta renormalized to the support. Tokens outside are neither learned about nor
+    held back. Both are [..., K], and so are the results, with -inf for a token outside.
+    """
+    outside = logp_behavior == -torch.inf
+    logp = logp.masked_fill(outside, -torch.inf)
+    return logp.log_softmax(dim=-1), logp_behavior.log_softmax(dim=-1)
 
 
 def p3o_loss(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    ess: Count = None, token_count: Count = None, kl_estimator: str = "k3",
-) -> Loss:  # fmt: skip
-    """P3O (5). Hyper-parameters: none. By (3) a high-ratio token weighs e_B: bounded, never zero.
-    With k3, grad L = -mean_B[(min(rho, e_B) A - (1 - e_B)(1 - 1/rho)) grad log pi_theta]."""
-    logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    ratio = log_ratio.exp()  # (1) rho_t, [B, T]
-    if ess is None:  # without tokens (a part of a batch) every sum below is empty, whatever e_B
-        ess = effective_sample_size(log_ratio, mask) if mask.any() else 0.0  # (2) e_B, []
-    ess = torch.as_tensor(ess, dtype=ratio.dtype, device=ratio.device).detach()  # []
-    weight = torch.minimum(ratio, ess).detach()  # (3) sg(min(rho_t, e_B)), [B, T]
-    policy = -weight * advantage * logp  # (3) [B, T]
-    kl = KL_ESTIMATORS[kl_estimator](log_ratio)  # (4) [B, T]
-    loss = policy + (1 - ess) * kl  # (5) [B, T]
-    return finish(loss, ratio > ess, log_ratio, mask, n, kl)
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    ess: float | Tensor | None = None,
+    token_count: int | None = None,
+    kl_estimator: str = "is",
+) -> Loss:
+    """P3O (12). It has no hyper-parameters.
+
+    logp [N, T], log pi_theta of the sampled tokens, carries the gradient; logp_behavior
+    is [N, T]; advantage [N] or [N, T]; mask [N, T]. kl [N, T] is the KL at each
+    position, with its gradient (`kl_divergence`); left out, it is estimated from the
+    sampled tokens alone by one of KL_ESTIMATORS. ess and token_count are the whole
+    batch's. Returns the loss and its parts, each 0-d: loss = policy_loss + (1 - e_B)
+    kl_loss; capped is the share of tokens with rho > e_B. ValueError if neither tokens
+    nor a token_count are given; FloatingPointError with the number of the response
+    where something is not finite, or |log rho| over MAX_LOG_RATIO.
+    """
+    logp, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
+    if ess is None:
+        # A micro-batch without tokens adds nothing to the sums below, whatever its e_B.
+        ess = effective_sample_size(log_ratio, mask) if mask.any() else 1.0
+    ess = torch.as_tensor(ess, dtype=logp.dtype, device=logp.device).detach()
+
+    ratio = log_ratio.exp()  # (7) rho_t, [N, T]
+    weight = torch.minimum(ratio, ess).detach()  # (12) sg(min(rho_t, e_B)), [N, T]
+    policy_loss = -weight * advantage * logp  # (12), first term, [N, T]
+    if kl is None:
+        kl = KL_ESTIMATORS[kl_estimator](log_ratio)  # [N, T]
+    loss = policy_loss + (1 - ess) * kl  # (12), [N, T]
+
+    parts = {"policy_loss": policy_loss, "kl_loss": kl, "capped": ratio > ess}
+    return batch_mean(loss, parts, mask, token_count)
 
 
-# (4) from the tokens at hand, which pi_b drew. k3, as published, has mean chi^2(pi_b || pi_theta) -
-# KL(pi_b || pi_theta): the KL of (4) only near rho = 1. "is" (importance-weighted) and its gradient
-# are unbiased for (4). No clamp: it would end the pull, or (1/rho alone) reverse it, far from pi_b.
-KL_ESTIMATORS = {
-    "k3": lambda log_ratio: log_ratio + torch.expm1(-log_ratio),  # gradient weight 1 - 1/rho
-    "is": lambda log_ratio: log_ratio.exp() * log_ratio - torch.expm1(log_ratio),  # rho log rho
+# The KL of (12) from the sampled token alone, as a function of log rho. The token was
+# drawn by pi_b, so "is" (importance sampling) has the KL as its mean, and its gradient
+# as that of its gradient. "k3" is the authors' code, without its clamp. It is meant for
+# tokens of pi_theta; over tokens of pi_b its mean is chi^2(pi_b || pi_theta) - KL(pi_b
+# || pi_theta), and its pull on a token that has become rare, 1 - 1/rho, has no bound.
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "is": lambda log_ratio: log_ratio.exp() * log_ratio - torch.expm1(log_ratio),
+    "k3": lambda log_ratio: log_ratio + torch.expm1(-log_ratio),
 }
 
 
-def prepare(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, token_count: Count = None
-) -> tuple[Tensor, Tensor, Tensor, Count]:
-    """-> log pi_theta, log rho, A, each float64 [B, T] and 0 where masked; and token_count."""
-    if token_count is None and not mask.any():
-        raise ValueError("no response tokens and no token_count: a mean over nothing is undefined")
-    advantage = advantage if advantage.dim() == 2 else advantage[:, None].expand_as(mask)  # [B, T]
-    # where() comes before any arithmetic, as 0 * NaN = NaN; float64 costs nothing beside logits.
-    logp = torch.where(mask, logp, 0.0).double()  # [B, T]
-    logp_behavior = torch.where(mask, logp_behavior.detach(), 0.0).double()  # [B, T]
-    advantage = torch.where(mask, advantage.detach(), 0.0).double()  # [B, T]
-    log_ratio = logp - logp_behavior  # log rho_t, [B, T]
-    check_rows(log_ratio.abs() <= MAX_LOG_RATIO, f"a log-ratio is not within {MAX_LOG_RATIO} nats")
-    return logp, log_ratio, advantage, int(mask.sum()) if token_count is None else token_count
-
-
-def finish(
-    loss: Tensor, cut: Tensor, log_ratio: Tensor, mask: Tensor, n: Count,
-    kl: Tensor | None = None, count: Count = None,
-) -> Loss:  # fmt: skip
-    """-> sum of loss [B, T] / (count or n), stats. cut: where ratio or gradient is cut, [B, T]."""
-    check_rows(torch.isfinite(loss) | ~mask, "a loss is not finite (is the advantage?)")
-    total = torch.where(mask, loss, 0.0).sum() / (n if count is None else count)  # []
-    kl = KL_ESTIMATORS["k3"](log_ratio) if kl is None else kl  # [B, T], as are the stats' means
-    stats = {"kl": kl, "capped": cut.double(), "ratio": log_ratio.exp()}
-    stats = {k: (torch.where(mask, v, 0.0).sum() / n).detach() for k, v in stats.items()}  # []
-    return total, {"loss": total.detach()} | stats
-
-
-def check_rows(good: Tensor, what: str) -> None:
-    """Stop at the first sequence with a token that is not good: [B, T]. No NaN goes on."""
-    if not good.all():
-        row = int((~good).any(dim=-1).nonzero()[0])
-        raise FloatingPointError(f"{what} in sequence {row}: are tokens aligned, weights in sync?")
-
-
 def reinforce(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """-A log pi (Williams 1992). Hyper-parameters: none. The ratio is not looked at. (From here on
-    what P3O is compared with: rho is to pi_b, means are over the tokens of B, unless said.)"""
-    logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    return finish(-advantage * logp, torch.zeros_like(mask), log_ratio, mask, n)
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    token_count: int | None = None,
+) -> Loss:
+    """-A_t log pi_theta (Williams 1992): the ratio is not looked at. As p3o_loss."""
+    logp, _, advantage = check_tokens(logp, logp_behavior, advantage, mask)
+    loss = -advantage * logp  # [N, T]
+    return batch_mean(loss, {"capped": torch.zeros_like(mask)}, mask, token_count)
 
 
 def grpo(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    eps: float = 0.2, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """dapo with eps_low = eps_high = eps (PPO, 1707.06347 eq. 7; GRPO, 2402.03300 eq. 3, takes the
-    mean over responses of the mean over each one's tokens, and adds a KL to a fixed reference)."""
-    eps = {"eps_low": eps, "eps_high": eps}
-    return dapo(logp, logp_behavior, advantage, mask, **eps, token_count=token_count)
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    eps: float = 0.2,
+    token_count: int | None = None,
+) -> Loss:
+    """PPO's clipped loss (4) (arXiv 1707.06347, equation 7) on group advantages. As
+    p3o_loss.
+
+    -min(rho A, clip(rho, 1 - eps, 1 + eps) A): no gradient for a token whose ratio has
+    left the range in the direction of its advantage, an unbounded one, rho A, on the
+    other side. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
+    adds a KL to a fixed reference model; here every token counts the same, and there is
+    none.
+    """
+    _, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
+    ratio = log_ratio.exp()  # [N, T]
+    free = ratio * advantage
+    clipped = ratio.clamp(1 - eps, 1 + eps) * advantage
+    loss = -torch.minimum(free, clipped)  # (4), [N, T]
+    return batch_mean(loss, {"capped": clipped < free}, mask, token_count)
 
 
-def dapo(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    eps_low: float = 0.2, eps_high: float = 0.28, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) (2503.14476 eq. 8, token mean). A token
-    with rho > 1 + eps_high has gradient zero if A > 0, and the unbounded weight rho if A < 0."""
-    _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    loss, cut = surrogate(log_ratio.exp(), advantage, eps_low, eps_high)  # [B, T]
-    return finish(loss, cut, log_ratio, mask, n)
+def check_tokens(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log pi_theta, log rho and A as float64 [N, T], with 0 in place of padding.
+
+    FloatingPointError with the number of the first response that cannot be used.
+    """
+    if advantage.dim() == 1:
+        advantage = advantage[:, None].expand_as(
+            mask
+        )  # Every token has its response's.
+    # where() comes before any arithmetic: NaN in the padding times 0 would be NaN.
+    logp = torch.where(mask, logp, 0.0).double()
+    logp_behavior = torch.where(mask, logp_behavior.detach(), 0.0).double()
+    advantage = torch.where(mask, advantage.detach(), 0.0).double()
+    log_ratio = logp - logp_behavior
+    check_rows(
+        log_ratio.abs() <= MAX_LOG_RATIO,
+        f"|log rho| is over {MAX_LOG_RATIO} nats or NaN",
+    )
+    check_rows(torch.isfinite(advantage), "an advantage is not finite")
+    return logp, log_ratio, advantage
 
 
-def surrogate(
-    ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic choice, and where it fell on the clipped side: gradient zero. [B, T]."""
-    free, clipped = ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage  # [B, T]
-    return -torch.minimum(free, clipped), clipped < free
+def batch_mean(
+    loss: Tensor, parts: dict[str, Tensor], mask: Tensor, token_count: int | None
+) -> Loss:
+    """The sum of `loss` [N, T] over its tokens, by token_count; the same of the parts."""
+    if token_count is None:
+        token_count = int(mask.sum())
+        if token_count == 0:
+            raise ValueError(
+                "no response tokens and no token_count: a mean over nothing"
+            )
+    check_rows(torch.isfinite(loss) | ~mask, "the loss is not finite")
+    total = torch.where(mask, loss, 0.0).sum() / token_count
+    stats = {"loss": total.detach()}
+    for name, part in parts.items():
+        part = torch.where(mask, part.detach().double(), 0.0)
+        stats[name] = part.sum() / token_count
+    return total, stats
 
 
-def gspo(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    eps_low: float = 3e-4, eps_high: float = 4e-4, token_count: Count = None,
-    sequence_count: Count = None,
-) -> Loss:  # fmt: skip
-    """dapo with one ratio a sequence, exp(mean_t log rho_t) (2507.18071 eq. 5, 7). The mean is over
-    sequences of the mean over each one's tokens. The whole sequence is cut, or none of it."""
-    _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    length = mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
-    ratio = (log_ratio.sum(dim=1, keepdim=True) / length).exp().expand_as(mask)  # [B, T]
-    loss, cut = surrogate(ratio, advantage, eps_low, eps_high)  # [B, T]
-    count = max(int(mask.any(dim=1).sum()), 1) if sequence_count is None else sequence_count
-    return finish(loss / length, cut, log_ratio, mask, n, count=count)
+def check_rows(good: Tensor, what: str) -> None:
+    """FloatingPointError with the first response that has an entry of good [N, T]
+    False.
+    """
+    if not good.all():
+        row = int((~good).any(dim=-1).nonzero()[0])
+        raise FloatingPointError(
+            f"{what} in response {row}: look at the alignment of tokens and the weight sync"
+        )
 
 
-def cispo(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    eps_high: float = 4.0, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """tis with C = 1 + eps_high (MiniMax-M1, 2506.13585 eq. 4, 5; no lower bound, no value given:
-    4 makes C 5, ScaleRL's and TRL's; TRL's epsilon_high is C itself)."""
-    return tis(logp, logp_behavior, advantage, mask, C=1 + eps_high, token_count=token_count)
+class Batch(NamedTuple):
+    """The whole batch B of an optimizer step, gathered from all micro-batches and
+    ranks.
+    """
+
+    log_ratio: Tensor  # [N, T] log rho, without gradient
+    advantage: Tensor  # [N, T]
+    mask: Tensor  # [N, T] bool
+    ess: Tensor  # [] e_B
+    token_count: int  # |B|
 
 
-def tis(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    C: float = 2.0, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """-sg(min(rho, C)) A log pi (IMPALA, 1802.01561, with C = 1; RLHF stacks truncate pi_old/pi_b
-    at 2 and keep PPO's clip: the same at the first update). A high-ratio token weighs C."""
-    logp, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    ratio = log_ratio.exp()  # [B, T]
-    loss = -ratio.clamp(max=C).detach() * advantage * logp  # [B, T]
-    return finish(loss, ratio > C, log_ratio, mask, n)
+def token_count_of(batch: Batch, **hyper_parameters: Any) -> dict[str, Any]:
+    """All that a loss has to know of the whole batch if it is a mean over its tokens."""
+    return {"token_count": batch.token_count}
 
 
-def decoupled(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    eps: float = 0.2, c_w: float = 5.0, logp_prox: Tensor | None = None,
-    token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """min(pi_prox / pi_b, c_w) times grpo's loss in pi_theta / pi_prox, pi_prox the policy before
-    the first update on this rollout batch (None: this is it). 2110.00641 has no c_w, and a moving
-    average for pi_prox; c_w is AReaL's, which drops tokens above it: here they weigh c_w."""
-    _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    logp_prox = (logp if logp_prox is None else logp_prox).detach()  # [B, T]
-    behavior = prepare(logp_prox, logp_behavior, advantage, mask, n)[1].exp()  # [B, T]
-    ratio = prepare(logp, logp_prox, advantage, mask, n)[1].exp()  # [B, T]
-    loss, cut = surrogate(ratio, advantage, eps, eps)  # [B, T]
-    return finish(behavior.clamp(max=c_w) * loss, cut | (behavior > c_w), log_ratio, mask, n)
+def token_count_and_ess_of(batch: Batch, **hyper_parameters: Any) -> dict[str, Any]:
+    """What P3O has to know of the whole batch."""
+    return {"token_count": batch.token_count, "ess": batch.ess}
 
 
-def m2po(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    tau: float = 0.04, cutoff: float | None = None, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """-rho A, but of the tokens that move away from pi_b (A log rho > 0) those with the largest
-    (log rho)^2 are dropped, until its mean over the rest of them is at most tau (2510.01161)."""
-    _, log_ratio, advantage, n = prepare(logp, logp_behavior, advantage, mask, token_count)
-    cutoff = m2po_cutoff(log_ratio, advantage, mask, tau) if cutoff is None else cutoff
-    cut = (advantage * log_ratio > 0) & (log_ratio**2 > cutoff)  # [B, T]
-    return finish(torch.where(cut, 0.0, -log_ratio.exp() * advantage), cut, log_ratio, mask, n)
+@dataclass(frozen=True)
+class Objective:
+    """A loss, and what the trainer hands to it beside the four tensors of a
+    micro-batch.
+
+    The trainer finds it in OBJECTIVES, or anywhere else by `--objective module:name`.
+    """
+
+    loss: Callable[..., Loss]
+    # Keywords that only the whole batch can tell: a function of it and the
+    # hyper-parameters.
+    batch_quantities: Callable[..., dict[str, Any]] = token_count_of
+    # Keywords that the user may set with --objective_args, and their defaults.
+    hyper_parameters: dict[str, float | str] = field(default_factory=dict)
+    takes_kl: bool = False  # kl: the KL at each position
+    takes_logp_prox: bool = (
+        False  # logp_prox: log pi_theta before the step's first update
+    )
+
+    def __call__(self, *tensors: Tensor, **keywords: Any) -> Loss:
+        return self.loss(*tensors, **keywords)
 
 
-def m2po_cutoff(log_ratio: Tensor, advantage: Tensor, mask: Tensor, tau: float) -> float:
-    """Not the mean over all of B, as tokens that cannot be dropped could hold that above tau; nor
-    with dropped tokens counted at the cutoff, as in the authors' code, against their paper."""
-    away = mask & (advantage * log_ratio > 0)  # [B, T]
-    square = log_ratio.detach()[away].double().square().sort().values  # [M]
-    square = torch.cat([square.new_zeros(1), square, square.new_tensor([torch.inf])])  # [M + 2]
-    mean = square.cumsum(0) / torch.arange(len(square), device=square.device).clamp(min=1)  # grows
-    dropped = square[mean > tau][0]  # []; the smallest of them, inf if none; equals share its fate
-    return float((square[square < dropped][-1] + dropped) / 2)  # halfway: safe from rounding
+OBJECTIVES: dict[str, Objective] = {
+    # kl_estimator is for rollouts without the K likeliest tokens.
+    "p3o": Objective(
+        p3o_loss, token_count_and_ess_of, {"kl_estimator": "is"}, takes_kl=True
+    ),
+    "reinforce": Objective(reinforce),
+    "grpo": Objective(grpo, hyper_parameters={"eps": 0.2}),
+}
 
 
-OBJECTIVES = dict(p3o=p3o_loss, reinforce=reinforce, grpo=grpo, dapo=dapo, gspo=gspo, cispo=cispo)
-OBJECTIVES |= dict(decoupled=decoupled, tis=tis, m2po=m2po)
-
-
-def batch_quantities(
-    name: str, log_ratio: Tensor, advantage: Tensor, mask: Tensor, **hyper: float | str
-) -> dict[str, Count]:
-    """The keywords that OBJECTIVES[name] needs from the whole batch: all of its tokens, [B, T]."""
-    quantities = {"token_count": int(mask.sum())}
-    if name == "p3o":
-        quantities["ess"] = effective_sample_size(log_ratio, mask)
-    if name == "gspo":
-        quantities["sequence_count"] = int(mask.any(dim=1).sum())
-    if name == "m2po":
-        tau, advantage = hyper.get("tau", 0.04), advantage.reshape(len(mask), -1)  # [B, 1 or T]
-        quantities["cutoff"] = m2po_cutoff(log_ratio, advantage, mask, tau)
-    return quantities
+def main() -> None:
+    """Print e_B, and the weight of the last token, for a few batches of four tokens."""
+    batches = {
+        "fresh": [1.0, 1.0, 1.0, 1.0],
+        "a little stale": [0.8, 0.9, 1.1, 1.2],
+        "stale": [0.2, 0.5, 1.0, 2.3],
+        "one outlier": [1.0, 1.0, 1.0, 500.0],
+    }
+    advantage = torch.ones(1)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    logp_behavior = torch.full((1, 4), 0.5).log()
+    print(
+        f"{'rho of four tokens, A = 1':34}    e_B   KL weight   weight of the last token"
+    )
+    for name, ratios in batches.items():
+        log_ratio = torch.tensor([ratios]).log()
+        logp = (logp_behavior + log_ratio).requires_grad_()
+        ess = effective_sample_size(log_ratio, mask).item()
+        loss, _ = p3o_loss(logp, logp_behavior, advantage, mask, kl=torch.zeros(1, 4))
+        loss.backward()
+        weight = -4 * logp.grad[0, -1].item()
+        batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"
+        print(
+            f"{batch:34} {ess:6.3f}      {1 - ess:6.3f}                     {weight:6.3f}"
+        )
 
 
 if __name__ == "__main__":
-    from experiments.objectives import main
-
     main()

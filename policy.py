@@ -1,4 +1,8 @@
-"""The policy: the trainer's side of the ratio (1), and its shards."""
+"""The policy pi_theta: the trainer's side of the ratio (7), and how it is sharded.
+
+`Policy` is the forward pass, `build_policy` puts it under FSDP2, and `full_weights` is
+how the weights leave it, on their way into the rollout engine.
+"""
 
 from collections.abc import Iterator
 
@@ -9,70 +13,118 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from config import Config
 from rollout import Rollouts
+
+# Response tokens whose logits exist at the same time.
+CHUNK = 1024
 
 
 class Policy(torch.nn.Module):
     """A causal language model of transformers with a linear head (Llama, Qwen, ...).
 
-    A module, because FSDP gathers the weights of its root (embedding, head) when that is called.
+    It is a module because FSDP gathers the weights of its root (the embedding, the
+    head) when that root is called.
     """
 
     def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model = model
+        self.temperature = temperature
 
-    def forward(self, batch: Rollouts, chunk: int = 1024) -> torch.Tensor:
-        """log pi_theta of the response tokens, [N, T] float32, nats; 0 where the mask is False.
+    def forward(self, batch: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
+        """log pi_theta of the response tokens, [N, T], and of batch.top_tokens, [N, T,
+        K].
 
-        Right padding needs no attention mask: no token sees a later one. The head is applied in
-        float32, to response positions alone, `chunk` of them at a time, and once more in the
-        backward pass: no [tokens, vocabulary] tensor is ever kept.
+        In nats, float32, with 0 where the mask is False. The head is applied in float32
+        to response positions alone, CHUNK of them at a time, and once more in the
+        backward pass: no tensor of size tokens x vocabulary is ever kept.
         """
-        hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False)[0]  # [N, L, D]
+        # Right padding needs no attention mask: no token sees a later one.
+        output = self.model.base_model(input_ids=batch.tokens, use_cache=False)
         row, t = batch.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
-        position = batch.prompt_length[row] + t  # [M]; predicted one position earlier
-        hidden, target = hidden[row, position - 1], batch.tokens[row, position]  # [M, D], [M]
+        position = batch.prompt_length[row] + t  # [M]
+        hidden = output[0][
+            row, position - 1
+        ]  # [M, D]; a token is predicted one earlier
+        sampled = batch.tokens[row, position]  # [M]
+        wanted = torch.cat(
+            [sampled[:, None], batch.top_tokens[row, t]], dim=1
+        )  # [M, 1 + K]
         head = self.model.get_output_embeddings().weight  # [V, D]
-        chunks = zip(hidden.split(chunk), target.split(chunk), strict=True)
-        logp = [checkpoint(self.logp, h, head, y, use_reentrant=False) for h, y in chunks]
-        zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)  # [N, T]
-        return zeros.masked_scatter(batch.mask, torch.cat(logp))
+        logp = torch.cat(
+            [
+                checkpoint(self.logp, h, head, tokens, use_reentrant=False)
+                for h, tokens in zip(
+                    hidden.split(CHUNK), wanted.split(CHUNK), strict=True
+                )
+            ]
+        )  # [M, 1 + K]
+        sampled_logp = logp.new_zeros(batch.mask.shape)
+        top_logp = logp.new_zeros(batch.top_tokens.shape)
+        return (
+            sampled_logp.index_put((row, t), logp[:, 0]),  # [N, T]
+            top_logp.index_put((row, t), logp[:, 1:]),  # [N, T, K]
+        )
 
-    def logp(self, hidden: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def logp(
+        self, hidden: torch.Tensor, head: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """log pi_theta of the wanted tokens at a chunk of positions: [chunk, 1 + K]."""
         logits = hidden.float() @ head.float().T / self.temperature  # [chunk, V]
-        return -torch.nn.functional.cross_entropy(logits, target, reduction="none")  # [chunk]
+        return logits.log_softmax(dim=-1).gather(1, tokens)
 
 
-def build_policy(cfg: Config, mesh: dist.DeviceMesh) -> Policy:
-    """float32 master weights, computed with in cfg.dtype, sharded in a node, replicated across."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    auto = "bfloat16" if mesh.device_type == "cuda" else "float32"
-    dtype = getattr(torch, cfg.dtype.replace("auto", auto))
-    if mesh.device_type == "cuda" and dtype == torch.bfloat16:
-        torch.set_float32_matmul_precision("high")  # the head: TF32 holds a bfloat16 exactly
-    # The batch is not cast: its log-probabilities are no activations, and rounding ruins them.
-    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    policy = Policy(model, cfg.policy_temperature)
-    for layer in model.base_model.layers:  # each moves to the device alone, and leaves a shard
+def build_policy(
+    model: str,
+    mesh: dist.DeviceMesh,
+    *,
+    dtype: str = "auto",
+    temperature: float = 1.0,
+    gradient_checkpointing: bool = False,
+) -> Policy:
+    """A policy under FSDP2: sharded within a node, replicated across nodes.
+
+    Master weights and gradients are float32. It computes in `dtype`; auto is bfloat16
+    on CUDA and float32 on CPU.
+    """
+    language_model = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32
+    )
+    if gradient_checkpointing:
+        language_model.gradient_checkpointing_enable()
+    if dtype == "auto":
+        dtype = "bfloat16" if mesh.device_type == "cuda" else "float32"
+    compute_dtype = getattr(torch, dtype)
+    if mesh.device_type == "cuda" and compute_dtype == torch.bfloat16:
+        # The head's product may use TF32, which holds a bfloat16 exactly.
+        torch.set_float32_matmul_precision("high")
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32,
+        # The batch holds log-probabilities, which rounding would ruin.
+        cast_forward_inputs=False,
+    )
+    policy = Policy(language_model, temperature)
+    # Each layer moves to the device alone, and only its shard stays there.
+    for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    return fully_shard(policy, mesh=mesh, mp_policy=precision).train()
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    return policy.train()
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names (a tied head has two) and weights as transformers and vLLM know them, in cfg.dtype, as
-    the policy computes with them, whatever the engine's.
+    """Names and whole weights as transformers and vLLM know them, in the compute dtype.
 
-    FSDP gathers them as for a forward pass, a layer at a time: a collective. Each is freed when the
-    next one is asked for.
+    A tied head comes under both its names. A collective: FSDP gathers one layer at a
+    time, as it does for a forward pass, and frees it when the next one is asked for.
     """
-    policy.reshard()  # a forward pass without a backward one leaves its root gathered
+    # A forward pass without a backward one leaves the root gathered, with weights that
+    # an optimizer step since then has made old.
+    policy.reshard()
     for module in [*policy.model.base_model.layers, policy]:
         module.unshard()
         for name, weight in policy.model.named_parameters(remove_duplicate=False):
-            if not isinstance(weight, DTensor):  # of this module; the others' are shards
+            # The gathered ones are this module's; a DTensor is a shard of another's.
+            if not isinstance(weight, DTensor):
                 yield name, weight.detach()
         module.reshard()

@@ -1,68 +1,90 @@
-"""Rollouts: what the vLLM engine samples, and the log-probability with which it does.
+"""Rollouts: what the vLLM engine samples, and with which probability it does.
 
-pi_b, the behavior policy of (1), is what vLLM really sampled from: after temperature, top-p and
-top-k, in the engine's precision. It runs in the trainer's process, on CPU and CUDA by the same
-code. Run this file to measure how far an engine is from its trainer:
+The behavior policy pi_b of (7) and (12) is what vLLM really drew from: after
+temperature, top-p and top-k, in the engine's precision. The engine runs inside the
+trainer's process, by the same code on CPU and CUDA.
 
-    python rollout.py --model tiny --rollout_quantization fp8_per_channel --temperature 1.2
+    python rollout.py      # sample from the embedded policy, and print what a rollout
+    is
 """
 
 import logging
 import os
+import random
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 if "--verbose" not in sys.argv:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
+    # torch reads it when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import torch.distributed as dist
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-QUANTIZATIONS = ("none", "fp8_per_channel", "fp8_emulated")
-
 
 @dataclass
 class Rollouts:
-    """N responses, right-padded; column t of an [N, T] tensor is the t-th token of the response."""
+    """N responses, padded on the right. Column t of [N, T] is a response's t-th token."""
 
-    tokens: torch.Tensor  # [N, L] prompt, response (a sampled end of sequence included), padding
-    prompt_length: torch.Tensor  # [N]; response token t stands at position prompt_length + t
+    tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
+    prompt_length: (
+        torch.Tensor
+    )  # [N]; response token t is at position prompt_length + t
     mask: torch.Tensor  # [N, T] bool: True on response tokens
-    logp_behavior: torch.Tensor  # [N, T] log pi_b, nats
+    logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
+    top_tokens: torch.Tensor  # [N, T, K] the K tokens that pi_b finds most likely there
+    top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of these, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without special tokens
-    weight_version: str  # of the weights that sampled
+    weight_version: str  # of the weights that sampled: the number of steps they had
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N]
-    logp_prox: torch.Tensor | None = None  # [N, T] log pi_theta before the first update on them
+    logp_prox: torch.Tensor | None = None  # [N, T] log pi_theta before the first update
 
     def rows(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
-        """These rows, without needless padding; no rows: one of padding, for a rank has to run."""
+        """These responses on this device, without the padding that only others need.
+
+        Without rows it is one of padding alone: under FSDP a rank that has nothing to
+        do in a forward pass has to take part in it.
+        """
         if not rows:
-            nothing = self.rows([0], device)
-            return replace(nothing, mask=torch.zeros_like(nothing.mask))
-        columns = int(self.mask[rows].sum(1).max())  # T of the rows
-        length = int((self.prompt_length + self.mask.sum(1))[rows].max())  # L of the rows
-        part = {name: x[rows] for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        for name, x in part.items():
-            if x.dim() == 2:
-                x = x[:, : length if name == "tokens" else columns]
-            part[name] = x.to(device)
-        return replace(self, text=[self.text[i] for i in rows], **part)
+            padding = self.rows([0], device)
+            return replace(padding, mask=torch.zeros_like(padding.mask))
+        response_length = self.mask[rows].sum(dim=1)  # [len(rows)]
+        longest_response = int(response_length.max())
+        longest = int((self.prompt_length[rows] + response_length).max())
+        chosen = {}
+        for name, value in vars(self).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            value = value[rows]
+            if name == "tokens":
+                value = value[:, :longest]
+            elif value.dim() > 1:
+                value = value[:, :longest_response]
+            chosen[name] = value.to(device)
+        return replace(self, text=[self.text[row] for row in rows], **chosen)
 
 
 def init_distributed() -> dist.DeviceMesh:
-    """Join torchrun's group, or be its only rank; returns the mesh (node, rank) or (rank,).
-    Before the engine, which would otherwise make a group of its own, of the wrong size."""
-    if "RANK" not in os.environ:  # no torchrun; port 0 is any free one
-        alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, MASTER_PORT=0)
-        os.environ.update({k: str(v) for k, v in alone.items()}, MASTER_ADDR="127.0.0.1")
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    nodes = int(os.environ["WORLD_SIZE"]) // local
+    """Join torchrun's process group, or be its only rank: the mesh (node, rank) or
+    (rank,).
+
+    It comes before the engine, which would otherwise make a group of its own, of the
+    wrong size.
+    """
+    if "RANK" not in os.environ:
+        # Not under torchrun. Port 0 is any free one.
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
+        )
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -70,25 +92,35 @@ def init_distributed() -> dist.DeviceMesh:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-        # torchrun gives each of several ranks one thread; the engine keeps the number it finds.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
-    shape, names = ((nodes, local), ("node", "rank")) if nodes > 1 else ((local,), ("rank",))
-    return dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+        # torchrun gives each of several ranks one thread. The engine keeps what it
+        # finds.
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // ranks_of_node))
+    if nodes == 1:
+        return dist.init_device_mesh(
+            device.type, (ranks_of_node,), mesh_dim_names=("rank",)
+        )
+    shape = (nodes, ranks_of_node)
+    return dist.init_device_mesh(device.type, shape, mesh_dim_names=("node", "rank"))
 
 
-def fp8_round(weight: torch.Tensor) -> torch.Tensor:
-    """A linear weight [out, in] rounded to float8_e4m3 (at most 448), one scale an output."""
-    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1 / 512) / 448  # [out, 1]
-    rounded = (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)  # [out, in]
-    return (rounded.float() * scale).to(weight.dtype)
+def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
+    """Seeds of the sampling noise of prompts first, first + 1, ... of a run.
+
+    The engine adds j for response j to a prompt, hence the spacing. All are different
+    within a run. A hash of the run's own seed places their range: those of runs 0, 1,
+    ... would otherwise overlap.
+    """
+    base = random.Random(seed).getrandbits(31)
+    return [base + (first + prompt) * spacing for prompt in range(count)]
 
 
 class Engine:
-    """A vLLM engine in this process, or, split between them, in `tp` neighbouring ranks of a node.
+    """A vLLM engine in this process, or split between `tp` neighboring ranks of a node.
 
-    `init_distributed` comes first, and all ranks build together. quantization "fp8_per_channel" is
-    vLLM's own, of weights and activations, done anew by every `load_weights`. "fp8_emulated" has
-    `load_weights` round the weights, and computes in `dtype`.
+    `init_distributed` comes first, and all ranks build their engines together.
+    quantization "fp8_per_channel" is vLLM's own, of weights and activations of the
+    linear layers; every `load_weights` quantizes anew.
     """
 
     def __init__(
@@ -99,6 +131,7 @@ class Engine:
         tp: int = 1,
         quantization: str = "none",
         dtype: str = "bfloat16",
+        top_logprobs: int = 0,
         kv_cache_gb: float = 0.25,
         max_num_seqs: int = 256,
         can_sleep: bool = False,
@@ -106,95 +139,182 @@ class Engine:
     ) -> None:
         if not verbose:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-            logging.getLogger("vllm").setLevel("ERROR")  # for what it says before it reads that
+            # vLLM reads the variable too late for some of its first messages.
+            logging.getLogger("vllm").setLevel("ERROR")
             warnings.filterwarnings("ignore", category=FutureWarning)
             transformers.utils.logging.disable_progress_bar()
-        from vllm import LLM  # not above: it takes seconds, and reads the level when imported
+        # Not at the top of the file: it takes seconds, and reads the variable above.
+        from vllm import LLM
 
         cuda = torch.cuda.is_available()
-        self.quantization, self.dtype = quantization, getattr(torch, dtype)
-        self.can_sleep = can_sleep and cuda  # vLLM sleeps on GPUs only
+        vocabulary = transformers.AutoConfig.from_pretrained(model).vocab_size
+        self.top_logprobs = min(top_logprobs, vocabulary)
+        self.dtype = getattr(torch, dtype)
+        self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
         self.llm = LLM(
             model,
             dtype=dtype,
-            quantization="fp8_per_channel" if quantization == "fp8_per_channel" else None,
-            distributed_executor_backend="external_launcher",  # in this process, in its group
+            quantization=None if quantization == "none" else quantization,
+            # In this process and in its process group.
+            distributed_executor_backend="external_launcher",
             tensor_parallel_size=tp,
-            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-            hf_overrides={"head_dtype": "float32"},  # as in Policy
+            # Log-probabilities of the distribution that was sampled from.
+            logprobs_mode="processed_logprobs",
+            max_logprobs=self.top_logprobs,
+            # The head in float32, as in Policy.
+            hf_overrides={"head_dtype": "float32"},
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-            gpu_memory_utilization=0.01,  # not used, as the cache has its size; but it must be free
+            # The cache has its size: this share is not used, but vLLM wants it to be
+            # free.
+            gpu_memory_utilization=0.01,
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,
             use_tqdm_on_load=verbose,
-            enable_chunked_prefill=cuda,  # on CPU vLLM cannot split a prompt that has its own seed
+            # On CPU vLLM cannot prefill a prompt in pieces if the prompt has its own
+            # seed.
+            enable_chunked_prefill=cuda,
             max_num_batched_tokens=None if cuda else max(8192, max_model_len),
         )
         self.tokenizer = self.llm.get_tokenizer()
 
-    def sample(self, prompts: list[list[int]], n: int, seeds: list[int], **sampling) -> Rollouts:
-        """n responses to each prompt (token ids), those to one prompt next to each other.
+    def sample(
+        self, prompts: list[list[int]], n: int, seeds: list[int], **sampling: Any
+    ) -> Rollouts:
+        """n responses to each prompt (token ids); those to one prompt are neighbors.
 
-        Response j to prompt i draws its noise from seeds[i] + j; `sampling` as SamplingParams.
-        Ranks that share an engine call it together, each with prompts of its own."""
+        Response j to prompt i draws its noise from seeds[i] + j. `sampling` are vLLM's
+        SamplingParams: temperature, top_p, top_k, max_tokens.
+        Ranks that share an engine call it together, each with prompts of its own.
+        """
         from vllm import SamplingParams, distributed
 
-        if not self.llm.reset_prefix_cache():  # stale after a sync, missing in a resumed run
-            raise RuntimeError("vLLM kept its prefix cache: is another thread sampling?")
-        sampling |= dict(n=n, logprobs=0, flat_logprobs=True, detokenize=False)  # the token's own
-        sharing, mine = distributed.get_tp_group(), list(zip(prompts, seeds, strict=True))
-        asked: list = [None] * sharing.world_size  # of the ranks that share this engine
-        dist.all_gather_object(asked, mine, sharing.cpu_group)
+        # Its entries are those of older weights after a sync, and missing in a resumed
+        # run.
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM kept its prefix cache: is another thread sampling?"
+            )
+        # The prompts of all ranks that share this engine, of which it answers all.
+        sharing = distributed.get_tp_group()
+        prompts_of_rank: list = [None] * sharing.world_size
+        mine = list(zip(prompts, seeds, strict=True))
+        dist.all_gather_object(prompts_of_rank, mine, sharing.cpu_group)
+        asked = [pair for pairs in prompts_of_rank for pair in pairs]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for part in asked for prompt, _ in part],
-            [SamplingParams(seed=s % 2**31, **sampling) for part in asked for _, s in part],
+            [{"prompt_token_ids": prompt} for prompt, _ in asked],
+            [
+                SamplingParams(
+                    n=n,
+                    seed=seed % 2**31,
+                    logprobs=self.top_logprobs,  # beside the sampled token's own
+                    flat_logprobs=True,
+                    detokenize=False,
+                    **sampling,
+                )
+                for _, seed in asked
+            ],
             use_tqdm=False,
         )
-        own = outputs[sum(map(len, asked[: sharing.rank_in_group])) :][: len(prompts)]
-        sampled = [(output.prompt_token_ids, r) for output in own for r in output.outputs]
-        versions = {span.version for _, r in sampled for span in r.weight_versions}
-        padded = partial(pad_sequence, batch_first=True)
+        first = sum(len(pairs) for pairs in prompts_of_rank[: sharing.rank_in_group])
+        return self.as_rollouts(outputs[first : first + len(prompts)])
+
+    def as_rollouts(self, outputs: list) -> Rollouts:
+        """vLLM's RequestOutputs as one Rollouts."""
+        tokens, prompt_length, mask = [], [], []
+        logp_behavior, top_tokens, top_logp_behavior = [], [], []
+        truncated, text, versions = [], [], set()
+        for output in outputs:
+            prompt = output.prompt_token_ids
+            for response in output.outputs:
+                ids = list(response.token_ids)
+                # vLLM lists, for each token, the sampled one and then the K most
+                # likely.
+                shape = (len(ids), 1 + self.top_logprobs)
+                listed = torch.tensor(response.logprobs.token_ids).view(shape)
+                logp = torch.tensor(response.logprobs.logprobs).view(shape)
+                tokens.append(torch.tensor(prompt + ids))
+                prompt_length.append(len(prompt))
+                mask.append(torch.ones(len(ids), dtype=torch.bool))
+                logp_behavior.append(logp[:, 0])
+                top_tokens.append(listed[:, 1:])
+                top_logp_behavior.append(logp[:, 1:])
+                truncated.append(response.finish_reason == "length")
+                text.append(self.tokenizer.decode(ids, skip_special_tokens=True))
+                versions.update(span.version for span in response.weight_versions)
         return Rollouts(
-            tokens=padded([torch.tensor(prompt + list(r.token_ids)) for prompt, r in sampled]),
-            prompt_length=torch.tensor([len(prompt) for prompt, _ in sampled]),
-            mask=padded([torch.ones(len(r.token_ids), dtype=torch.bool) for _, r in sampled]),
-            logp_behavior=padded([torch.tensor(r.logprobs.logprobs) for _, r in sampled]),
-            truncated=torch.tensor([r.finish_reason == "length" for _, r in sampled]),
-            text=[self.tokenizer.decode(r.token_ids, skip_special_tokens=True) for _, r in sampled],
-            weight_version=" and ".join(sorted(versions)),  # one, or something is very wrong
+            tokens=pad_sequence(tokens, batch_first=True),
+            prompt_length=torch.tensor(prompt_length),
+            mask=pad_sequence(mask, batch_first=True),
+            logp_behavior=pad_sequence(logp_behavior, batch_first=True),
+            top_tokens=pad_sequence(top_tokens, batch_first=True),
+            top_logp_behavior=pad_sequence(top_logp_behavior, batch_first=True),
+            truncated=torch.tensor(truncated),
+            text=text,
+            # One version, or something is very wrong.
+            weight_version=" and ".join(sorted(versions)),
         )
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
-        """Replace all weights by the (name, tensor) pairs of a state_dict, tied head included. They
-        may be gathered one by one and freed again: vLLM has copies. `version` labels samples."""
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: str
+    ) -> None:
+        """Replace all weights, and call them `version`.
 
-        def as_loaded() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, w in weights:
-                # fp8 as vLLM's own: of linear layers, but neither of the embedding nor of the head.
-                linear = w.dim() == 2 and "embed" not in name and "lm_head" not in name
-                fp8 = linear and self.quantization == "fp8_emulated"
-                yield name, fp8_round(w.to(self.dtype)) if fp8 else w.to(self.dtype, copy=True)
+        `weights` are the (name, tensor) pairs of a state_dict, with both names of a
+        tied head. vLLM gets copies, so each may be freed when the next one is asked
+        for.
+        """
+
+        def copies() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                yield name, weight.to(self.dtype, copy=True)
 
         if self.can_sleep:
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=as_loaded()))
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.update_weight_version(version)
 
     def sleep(self) -> None:
-        """On CUDA, lend out the memory of weights and KV cache until the next `load_weights`."""
+        """On CUDA, lend out the memory of weights and cache until the next
+        load_weights.
+        """
         if self.can_sleep:
             self.llm.sleep(level=2)
 
     def close(self) -> None:
-        """End the engine and, with it, the process group: the last thing that a rank does."""
+        """End the engine and the process group with it: the last thing that a rank
+        does.
+        """
         self.llm.llm_engine.engine_core.shutdown()
 
 
-if __name__ == "__main__":
-    from experiments.meter import main  # it needs loss.py and policy.py, which this file does not
+def main() -> None:
+    """Sample two responses to a prompt of the embedded task, and print what came back."""
+    init_distributed()
+    engine = Engine("tiny", 128, top_logprobs=3)
+    prompt = engine.tokenizer.encode("<bos>478+805:", add_special_tokens=False)
+    rollouts = engine.sample([prompt], 2, seeds=[0], temperature=1.2, max_tokens=64)
+    for response in range(2):
+        print(f"response {response}: {rollouts.text[response]!r}")
+    print("\nits first tokens: log pi_b at T = 1.2, and the most likely tokens there")
+    for t in range(6):
+        token = engine.tokenizer.decode(
+            rollouts.tokens[1, rollouts.prompt_length[1] + t]
+        )
+        top = [
+            f"{engine.tokenizer.decode(listed)!r} {logp:.3f}"
+            for listed, logp in zip(
+                rollouts.top_tokens[1, t],
+                rollouts.top_logp_behavior[1, t],
+                strict=True,
+            )
+        ]
+        print(f"  {token!r} {rollouts.logp_behavior[1, t]:8.3f}    {', '.join(top)}")
+    engine.close()
 
+
+if __name__ == "__main__":
     main()

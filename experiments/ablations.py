@@ -1,100 +1,116 @@
-"""train.py with a part of P3O taken out: what are the cap and the KL each good for?
+"""P3O with a part of it taken out or replaced: what are the cap, the KL and e_B good
+for?
 
-    python experiments/ablations.py cap_without_kl --lag 16 --out_dir runs/cap
-    python experiments/ablations.py fixed_ess --objective_args level=0.9 --lag 16
-    python experiments/ablations.py raw_logprobs --temperature 0.6
+    torchrun train.py --objective experiments.ablations:cap_without_kl --lag 16
+    torchrun train.py --objective experiments.ablations:fixed_ess --objective_args
+    level=0.9
 
-The first argument is the name of a function below: raw_logprobs, which all objectives can do with,
-or a loss that takes the place of --objective. The other ones are those of train.py.
+They take the tensors and keywords of loss.p3o_loss.
 """
 
-import os
-import runpy
-import sys
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import loss
-from loss import KL_ESTIMATORS, Count, Loss, p3o_loss, tis
+from loss import (
+    KL_ESTIMATORS,
+    Batch,
+    Loss,
+    Objective,
+    batch_mean,
+    check_tokens,
+    p3o_loss,
+    token_count_and_ess_of,
+    token_count_of,
+)
 
 
-def cap_without_kl(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    ess: Count, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """Equation (3) alone: the ratio is capped at e_B, nothing pulls back to pi_b."""
-    return tis(logp, logp_behavior, advantage, mask, C=float(ess), token_count=token_count)
+def cap_without_kl_loss(
+    *tensors: Tensor, kl: Tensor | None = None, **batch: Any
+) -> Loss:
+    """(12) without its second term: the ratio is capped at e_B, nothing pulls back."""
+    mask = tensors[3]
+    return p3o_loss(*tensors, kl=torch.zeros(mask.shape, dtype=torch.float64), **batch)
 
 
-def kl_without_cap(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    ess: Count = None, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """Equation (5) with rho in place of min(rho, e_B)."""
-    free, _ = tis(logp, logp_behavior, advantage, mask, C=float("inf"), token_count=token_count)
-    batch = {"ess": ess, "token_count": token_count}
-    pull, stats = p3o_loss(logp, logp_behavior, 0 * advantage, mask, **batch)  # (1 - e_B) L_kl
-    return free + pull, stats | {"loss": (free + pull).detach(), "capped": torch.zeros_like(pull)}
+def kl_without_cap_loss(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor,
+    ess: Tensor,
+    token_count: int,
+) -> Loss:
+    """(12) with rho in place of min(rho, e_B)."""
+    logp, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
+    ratio = log_ratio.exp().detach()
+    loss = -ratio * advantage * logp + (1 - ess) * kl
+    return batch_mean(loss, {"capped": torch.zeros_like(mask)}, mask, token_count)
 
 
-def ess_of_micro_batch(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    ess: Count = None, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """e_B of each micro-batch, as in the authors' code: micro_batch_tokens makes several."""
-    return p3o_loss(logp, logp_behavior, advantage, mask, token_count=token_count)
+def clamped_k3_loss(*tensors: Tensor, kl: Tensor | None = None, **batch: Any) -> Loss:
+    """(12) with the KL exactly as the authors' code estimates it: k3 with a clamp.
+
+    1/rho is clamped to e^-10 .. e^10. A token that pi_theta has made rarer than that is
+    no longer pulled back to pi_b but pushed away from it, with weight 1 - e_B.
+    """
+    _, log_ratio, _ = check_tokens(*tensors)
+    clamped = log_ratio + torch.expm1((-log_ratio).clamp(-10, 10))
+    return p3o_loss(*tensors, kl=clamped, **batch)
 
 
-def fixed_ess(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    ess: Count = None, token_count: Count = None, level: float = 1.0,
-) -> Loss:  # fmt: skip
-    """P3O with a constant in place of e_B, such as its mean over the steps of a P3O run."""
-    return p3o_loss(logp, logp_behavior, advantage, mask, ess=level, token_count=token_count)
+def k3_loss(*tensors: Tensor, kl: Tensor | None = None, **batch: Any) -> Loss:
+    """(12) with the KL estimated from the sampled token by k3, without the authors'
+    clamp.
+    """
+    _, log_ratio, _ = check_tokens(*tensors)
+    return p3o_loss(*tensors, kl=KL_ESTIMATORS["k3"](log_ratio), **batch)
 
 
-def clamped_kl(
-    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor, *,
-    ess: Count = None, token_count: Count = None,
-) -> Loss:  # fmt: skip
-    """1/rho in k3 clamped to e^-10 .. e^10, as in the authors' code: a token that pi_theta has made
-    rarer than that is pushed away from pi_b, with weight 1 - e_B, no longer pulled."""
-    batch = {"ess": ess, "token_count": token_count, "kl_estimator": "clamped"}
-    return p3o_loss(logp, logp_behavior, advantage, mask, **batch)
+def is_loss(*tensors: Tensor, kl: Tensor | None = None, **batch: Any) -> Loss:
+    """(12) with the KL estimated from the sampled token, without bias."""
+    _, log_ratio, _ = check_tokens(*tensors)
+    return p3o_loss(*tensors, kl=KL_ESTIMATORS["is"](log_ratio), **batch)
 
 
-KL_ESTIMATORS["clamped"] = lambda log_ratio: log_ratio + torch.expm1((-log_ratio).clamp(-10, 10))
+def given_level(batch: Batch, level: float) -> dict[str, Any]:
+    """A constant in place of e_B."""
+    return {"token_count": batch.token_count, "ess": level}
 
 
-def raw_logprobs() -> None:
-    """log pi_b as vLLM records it by default, and with it the authors' code: before temperature,
-    top-p and top-k. What is sampled is the same, but no objective sees that it is off-policy."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    import vllm
+class Replayed:
+    """Another run's e_B, update by update, in place of the batch's own.
 
-    class RawLLM(vllm.LLM):
-        def __init__(self, model: str, **options) -> None:
-            super().__init__(model, **options | {"logprobs_mode": "raw_logprobs"})
+    The level and the trend are those of a real run; only whether this batch deserves it
+    is not. `path` is a JSON list with one e_B an update.
+    """
 
-    vllm.LLM = RawLLM  # rollout.py imports it when it builds its engine
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def __call__(self, batch: Batch, path: str) -> dict[str, Any]:
+        recorded = json.loads(Path(path).read_text())
+        self.updates += 1
+        return {"token_count": batch.token_count, "ess": recorded[self.updates - 1]}
 
 
-LOSSES = cap_without_kl, kl_without_cap, ess_of_micro_batch, fixed_ess, clamped_kl
-NAMED = {f.__name__: f for f in (*LOSSES, raw_logprobs)}
+def p3o_with_given_ess(*tensors: Tensor, **keywords: Any) -> Loss:
+    """(12), without the keywords that say where its e_B comes from."""
+    keywords = {k: v for k, v in keywords.items() if k not in ("level", "path")}
+    return p3o_loss(*tensors, **keywords)
 
-if __name__ == "__main__":
-    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
-    if name not in NAMED:
-        sys.exit(f"ablations.py: {name!r} is none of {', '.join(NAMED)}")
-    if name == "raw_logprobs":
-        raw_logprobs()
-    else:
-        # Under its own name, so that config.json tells, and with what P3O needs of the batch.
-        of_batch = loss.batch_quantities
-        loss.batch_quantities = lambda _, *batch, **hyper: of_batch("p3o", *batch, **hyper)
-        loss.OBJECTIVES[name] = NAMED[name]
-        sys.argv.append(f"--objective={name}")
-    runpy.run_path(str(Path(loss.__file__).with_name("train.py")), run_name="__main__")
+
+cap_without_kl = Objective(cap_without_kl_loss, token_count_and_ess_of, takes_kl=True)
+kl_without_cap = Objective(kl_without_cap_loss, token_count_and_ess_of, takes_kl=True)
+clamped_k3 = Objective(clamped_k3_loss, token_count_and_ess_of)
+k3 = Objective(k3_loss, token_count_and_ess_of)
+importance_sampled = Objective(is_loss, token_count_and_ess_of)
+# As in the authors' code. --micro_batch_tokens has to make several of a batch.
+ess_of_micro_batch = Objective(p3o_loss, token_count_of, takes_kl=True)
+fixed_ess = Objective(p3o_with_given_ess, given_level, {"level": 1.0}, takes_kl=True)
+yoked_ess = Objective(p3o_with_given_ess, Replayed(), {"path": ""}, takes_kl=True)

@@ -1,14 +1,25 @@
-"""The mismatch laboratory: objectives x mismatches x seeds, each cell a run of train.py on tiny/.
+"""The mismatch laboratory: objectives x settings x seeds, each a run of train.py on
+tiny/.
 
-    python experiments/mismatch.py --grid reduced      # 18 runs, what `make reproduce` does
-    torchrun --nproc-per-node 2 experiments/mismatch.py --grid full    # a run at a time on each of
-                                                       # two cores; with 8 on each of eight GPUs
+    python experiments/mismatch.py --grid reduced      # 18 runs: what `make reproduce`
+    does torchrun --nproc-per-node 2 experiments/mismatch.py --grid full    # a run on
+    each core
 
-Each finished run is a line of FOLDER/mismatch.jsonl (--folder), with its command, configuration,
-commit and metrics; a command that has its line is not run again, so the grid can be stopped and
-started at will. After a change of the code, start with an empty folder. Held-out pass@1 is that of
-the policy at temperature 1 on the same 512 problems with the same noise for all; on CUDA, with fp8,
-that of its quantized copy. What the cell does not set is EVERY_RUN, and the defaults of config.py.
+A finished run is a line of FOLDER/mismatch.jsonl (--folder), with its command, commit,
+configuration and metrics. A command that has its line is not run again, so the grid can
+be stopped and started at will. What a run does not set is EVERY_RUN and the defaults of
+train.py. After each run eval.py measures pass@8 of its model. Held-out accuracy is that
+of the policy, in bfloat16, on the same problems with the same noise for all.
+
+The plan was written down before the first run of the full grid, and runs by itself:
+1. LEARNING_RATE is the rate of --grid learning_rate with the best score on-policy (P3O,
+   two seeds); LARGER is the largest one whose score is within 0.02 of that. The score
+   of a run is the mean of its last three sampled held-out accuracies.
+2. MAIN objectives run in all SETTINGS, first with one seed, then with SEEDS.
+3. A setting is one "where it breaks" if the first seed of P3O, GRPO 0.2 or REINFORCE
+there
+   scores 0.1 or more below itself on-policy at the same rate. All OTHERS run there,
+   with SEEDS_OF_OTHERS.
 """
 
 import argparse
@@ -21,108 +32,230 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERY_RUN = ["--steps=60", "--prompts_per_step=16"]  # half the default batch: noisier, cheaper
-SETTINGS = {
+# Half the default batch: it is noisier and cheaper.
+EVERY_RUN = ["--steps=60", "--prompts_per_step=16"]
+LEARNING_RATES = (1e-4, 2e-4, 5e-4, 1e-3)
+LEARNING_RATE = 2e-4
+LARGER = 5e-4
+MISMATCHES = {
     "on-policy": [],
     "T = 0.6": ["--temperature=0.6"],
     "T = 0.8": ["--temperature=0.8"],
     "T = 1.2": ["--temperature=1.2"],
     "T = 1.4": ["--temperature=1.4"],
+    "T = 1.6": ["--temperature=1.6"],
     "fp8": ["--rollout_quantization=fp8_per_channel"],
     "lag 1": ["--lag=1"],
     "lag 4": ["--lag=4"],
     "lag 16": ["--lag=16"],
     "4 updates": ["--passes=2", "--minibatches=2"],
     "16 updates": ["--passes=4", "--minibatches=4"],
-    "4 minibatches": ["--minibatches=4"],  # its control: as small and as many batches B, used once
+    # The control of the two above: as small and as many batches B, each used once.
+    "4 minibatches": ["--minibatches=4"],
+    # Fresh, stale, hot and fp8 rollouts in turn, by a script of its own.
+    "changing": [],
 }
-OBJECTIVES = {
+SETTINGS = [(mismatch, LEARNING_RATE) for mismatch in MISMATCHES]
+SETTINGS += [
+    (mismatch, LARGER) for mismatch in ("on-policy", "T = 1.4", "lag 16", "changing")
+]
+MAIN = {
     "p3o": [],
     "grpo 0.2": ["--objective=grpo"],
-    "reinforce": ["--objective=reinforce"],
-    "p3o, is": ["--objective_args", "kl_estimator=is"],
     "grpo 0.4": ["--objective=grpo", "--objective_args", "eps=0.4"],
+    "reinforce": ["--objective=reinforce"],
+    "p3o, k3": ["--objective=experiments.ablations:k3"],
+}
+OTHERS = {
+    "p3o, is": ["--objective=experiments.ablations:importance_sampled"],
+    "p3o, no KL": ["--objective=experiments.ablations:cap_without_kl"],
+    "p3o, no cap": ["--objective=experiments.ablations:kl_without_cap"],
+    # Of some ten responses, cut by length: so the micro-batches differ.
+    "p3o, e_B of a micro-batch": [
+        "--objective=experiments.ablations:ess_of_micro_batch",
+        "--micro_batch_tokens=600",
+    ],
+    # The mean of the e_B of P3O's own run of this seed.
+    "p3o, fixed e_B": ["--objective=experiments.ablations:fixed_ess"],
+    # The e_B of P3O's run of the next seed, step by step.
+    "p3o, yoked e_B": ["--objective=experiments.ablations:yoked_ess"],
+    "p3o, clamped k3": ["--objective=experiments.ablations:clamped_k3"],
     "grpo 0.6": ["--objective=grpo", "--objective_args", "eps=0.6"],
-    "dapo": ["--objective=dapo"],
-    "gspo": ["--objective=gspo"],
-    "cispo": ["--objective=cispo"],
-    "decoupled": ["--objective=decoupled"],
-    "tis": ["--objective=tis"],
-    "m2po": ["--objective=m2po"],
+    "dapo": ["--objective=experiments.objectives:dapo"],
+    "gspo": ["--objective=experiments.objectives:gspo"],
+    "cispo": ["--objective=experiments.objectives:cispo"],
+    "tis": ["--objective=experiments.objectives:tis"],
+    "m2po": ["--objective=experiments.objectives:m2po"],
+    "decoupled": ["--objective=experiments.objectives:decoupled"],
+    # log pi_b as vLLM records it by default: before the temperature.
+    "p3o, raw log pi_b": [],
+    "grpo 0.2, raw log pi_b": ["--objective=grpo"],
 }
-ABLATIONS = {  # what follows ablations.py on the command line
-    "no KL": ["cap_without_kl"],
-    "no cap": ["kl_without_cap"],
-    # Of some 10 responses, cut by length: so the micro-batches differ.
-    "e_B of a micro-batch": ["ess_of_micro_batch", "--micro_batch_tokens=600"],
-    "fixed e_B": ["fixed_ess"],  # the level is the mean e_B of P3O's run of the same seed
-    "clamped KL": ["clamped_kl"],
-    "p3o, raw log pi_b": ["raw_logprobs"],
-    "grpo 0.2, raw log pi_b": ["raw_logprobs", "--objective=grpo"],
+# Elsewhere these are, to rounding, P3O, GRPO 0.2 and CISPO.
+ONLY_IN = {
+    "p3o, raw log pi_b": ["T = 0.6", "T = 0.8", "T = 1.2", "T = 1.4", "T = 1.6"],
+    "grpo 0.2, raw log pi_b": ["T = 0.6", "T = 0.8", "T = 1.2", "T = 1.4", "T = 1.6"],
+    "decoupled": ["4 updates", "16 updates", "4 minibatches"],
 }
-# Elsewhere these are, to rounding, p3o, grpo 0.2 and cispo.
-ONLY = {name: ["T = 0.6", "T = 1.4"] for name in ABLATIONS if "raw" in name}
-ONLY["decoupled"] = ["16 updates"]
-EVERYWHERE = ["p3o", "grpo 0.2", "reinforce"]
-SHOWN_OBJECTIVES = [*EVERYWHERE, "p3o, is"]
-SEEDS, SEEDS_OF_OTHERS = 5, 3  # of what the README compares, and of what is not SHOWN_OBJECTIVES
-LEARNING_RATE, LARGER = 2e-4, 5e-4  # the first chosen by --grid learning_rate
-# Where seed 0 of one of EVERYWHERE ended 0.1 or more below its on-policy result.
-WHERE_IT_BREAKS = [
-    ("lag 16", LARGER),
-    ("16 updates", LEARNING_RATE),
-    ("T = 1.4", LEARNING_RATE),
-    ("T = 0.6", LEARNING_RATE),
-    ("T = 1.2", LEARNING_RATE),
-]
-SHOWN_SETTINGS = [("on-policy", LEARNING_RATE), ("on-policy", LARGER), *WHERE_IT_BREAKS]
-KEPT = """step reward heldout_pass@1 ess ess_min kl capped entropy response_tokens truncated
-    grad_norm ratio mismatch_mean mismatch_max""".split()
-
-Cell = tuple[str, str, float, int]  # setting, objective, learning rate, seed
+DECIDE = ["p3o", "grpo 0.2", "reinforce"]
+SEEDS = 5
+SEEDS_OF_OTHERS = 3
+REDUCED = ["on-policy", "T = 0.6", "T = 1.4", "T = 1.6", "lag 16", "16 updates"]
+KEPT = """step reward heldout_pass@1 heldout_greedy ess ess_min kl capped entropy
+    response_tokens truncated grad_norm ratio mismatch_mean mismatch_max""".split()
 
 
-def cells(grid: str) -> list[Cell]:
-    """The runs of a grid, the ones that tell most first."""
+class Cell(NamedTuple):
+    """A run of the grid."""
+
+    mismatch: str
+    learning_rate: float
+    objective: str
+    seed: int
+
+
+def score(row: dict) -> float:
+    """The mean of a run's last three sampled held-out accuracies; 0 if it stopped
+    itself.
+    """
+    if row["stopped"]:
+        return 0.0
+    accuracies = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
+    return sum(accuracies[-3:]) / 3
+
+
+def where_it_breaks(done: dict[Cell, dict]) -> list[tuple[str, float]]:
+    """The settings of point 3 of the plan, among those whose first seed has run."""
+    settings = []
+    for mismatch, rate in SETTINGS:
+        for objective in DECIDE:
+            here = done.get(Cell(mismatch, rate, objective, 0))
+            on_policy = done.get(Cell("on-policy", rate, objective, 0))
+            if here and on_policy and score(here) <= score(on_policy) - 0.1:
+                settings.append((mismatch, rate))
+                break
+    return settings
+
+
+def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
+    """The runs of a grid, the ones that tell most first; point 3 as far as it is known."""
     if grid == "learning_rate":
-        rates = (1e-4, 2e-4, 5e-4, 1e-3)
-        return [("on-policy", "p3o", rate, seed) for seed in range(2) for rate in rates]
+        return [
+            Cell("on-policy", rate, "p3o", seed)
+            for seed in range(2)
+            for rate in LEARNING_RATES
+        ]
     if grid == "reduced":
-        settings = [("on-policy", LEARNING_RATE), *WHERE_IT_BREAKS]
-        return [(s, o, rate, 0) for s, rate in settings for o in EVERYWHERE]
-    everywhere = [(s, o, LEARNING_RATE) for s in SETTINGS for o in EVERYWHERE]
-    shown = [(s, o, rate) for s, rate in SHOWN_SETTINGS for o in SHOWN_OBJECTIVES]
-    others = [o for o in (*ABLATIONS, *OBJECTIVES) if o not in EVERYWHERE]
-    breaks = [(s, o, rate) for s, rate in WHERE_IT_BREAKS for o in others if s in ONLY.get(o, [s])]
-    plan = [(*cell, seed) for seed in range(SEEDS) for cell in (*everywhere, *shown)]
-    plan += [(*cell, seed) for cell in breaks for seed in range(SEEDS_OF_OTHERS)]
-    return list(dict.fromkeys(plan))  # what is both shown and everywhere runs once
+        return [Cell(name, LEARNING_RATE, o, 0) for name in REDUCED for o in DECIDE]
+    cells = [
+        Cell(*setting, o, seed) for seed in (0,) for setting in SETTINGS for o in MAIN
+    ]
+    if all(cell in done for cell in cells):
+        breaking = where_it_breaks(done)
+        first = [s for s in SETTINGS if s in breaking or s[0] == "on-policy"]
+    else:
+        first, breaking = [], []
+    for seed in range(1, SEEDS_OF_OTHERS):
+        cells += [Cell(*setting, o, seed) for setting in first for o in MAIN]
+    for seed in range(SEEDS_OF_OTHERS):
+        for mismatch, rate in breaking:
+            for objective in OTHERS:
+                if mismatch in ONLY_IN.get(objective, [mismatch]):
+                    cells.append(Cell(mismatch, rate, objective, seed))
+    for seed in range(1, SEEDS):
+        cells += [Cell(*setting, o, seed) for setting in SETTINGS for o in MAIN]
+    return list(dict.fromkeys(cells))  # each once, at its first place
+
+
+def flags_of(cell: Cell, done: dict[Cell, dict], folder: Path) -> list[str]:
+    """The script and flags of a run. KeyError where it needs a run that is not done."""
+    script = "train.py"
+    if cell.mismatch == "changing":
+        script = "experiments/changing.py"
+    if "raw log pi_b" in cell.objective:
+        script = "experiments/raw_logprobs.py"
+    flags = [
+        script,
+        *(MAIN | OTHERS)[cell.objective],
+        *MISMATCHES[cell.mismatch],
+        *EVERY_RUN,
+        f"--learning_rate={cell.learning_rate}",
+        f"--seed={cell.seed}",
+    ]
+    if cell.objective == "p3o, fixed e_B":
+        ess = done[cell._replace(objective="p3o")]["metrics"]["ess"][
+            1:
+        ]  # none at step 0
+        flags += ["--objective_args", f"level={sum(ess) / len(ess):.4f}"]
+    if cell.objective == "p3o, yoked e_B":
+        other_seed = (cell.seed + 1) % SEEDS_OF_OTHERS
+        other = cell._replace(objective="p3o", seed=other_seed)
+        flags += ["--objective_args", f"path={ess_file(other, done[other], folder)}"]
+    return flags
+
+
+def ess_file(cell: Cell, row: dict, folder: Path) -> Path:
+    """A file with the e_B of a run for each of its updates: the mean of the update's
+    step.
+    """
+    updates = row["config"]["passes"] * row["config"]["minibatches"]
+    ess = [value for value in row["metrics"]["ess"][1:] for _ in range(updates)]
+    name = f"{cell.mismatch} {cell.learning_rate} {cell.seed}.json".replace(" ", "-")
+    path = folder / "ess" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(ess))
+    return path
 
 
 def share_of_machine() -> tuple[int, int]:
-    """This process's place, and of how many, under torchrun; it then has a GPU or a part of the
-    cores to itself, and what it starts knows nothing of torchrun. (0, 1) without torchrun."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if "RANK" in os.environ:
-        local, of = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[local::of] or cores)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if visible else str(local)
-        its = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHEL", "OMP_NUM_")
-        for name in [name for name in os.environ if name.startswith(its)]:
+    """This process's place, and of how many, under torchrun; (0, 1) without it.
+
+    Under torchrun it gets a GPU or a part of the cores to itself, and what it starts
+    knows nothing of torchrun.
+    """
+    if "RANK" not in os.environ:
+        return 0, 1
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local, of_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[local::of_node] or cores)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        visible.split(",")[local] if visible else str(local)
+    )
+    of_torchrun = (
+        "RANK",
+        "WORLD_",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHEL",
+        "OMP_NUM",
+    )
+    for name in list(os.environ):
+        if name.startswith(of_torchrun):
             del os.environ[name]
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return rank, world
 
 
 def finished(results: Path) -> dict[Cell, dict]:
-    """The lines of the results by their cells; of a cell that has several, the last. A line that a
-    killed process left unfinished does not count."""
-    lines = open(results) if results.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {(r["setting"], r["objective"], r["learning_rate"], r["seed"]): r for r in rows}
+    """The lines of the results by their cells; of a cell that has several, the last.
+
+    A line that a killed process left unfinished does not count.
+    """
+    if not results.exists():
+        return {}
+    done = {}
+    for line in open(results):
+        if line.endswith("\n"):
+            row = json.loads(line)
+            done[Cell(*(row[name] for name in Cell._fields))] = row
+    return done
 
 
 def append(results: Path, row: dict) -> None:
@@ -134,89 +267,115 @@ def append(results: Path, row: dict) -> None:
         file.write(json.dumps(row).encode() + b"\n")
 
 
-def flags_of(cell: Cell, done: dict[Cell, dict]) -> list[str]:
-    """The script and flags of a run. Raises KeyError where it needs a run that is not done."""
-    setting, objective, learning_rate, seed = cell
-    script = ["experiments/ablations.py"] if objective in ABLATIONS else ["train.py"]
-    flags = [*script, *(OBJECTIVES | ABLATIONS)[objective], *SETTINGS[setting], *EVERY_RUN]
-    flags += [f"--learning_rate={learning_rate}", f"--seed={seed}"]
-    if objective == "fixed e_B":
-        ess = done[setting, "p3o", learning_rate, seed]["metrics"]["ess"][1:]  # none at step 0
-        flags += ["--objective_args", f"level={sum(ess) / len(ess):.4f}"]
-    return flags
-
-
 def commit_here() -> str:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "not a clone"
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    return (
+        subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        or "no clone"
+    )
 
 
 def run(cell: Cell, flags: list[str]) -> dict:
-    """One run of train.py; its configuration, commit and metrics, metric by metric.
+    """One run; its configuration, commit, metrics by name, and pass@8 of its model.
 
-    One that stopped itself, on a number that is not finite, keeps what it had; any other end is a
-    RuntimeError, with what was printed."""
+    A run that stopped itself, on a number that is not finite, keeps what it had. Any
+    other failure is a RuntimeError, with what was printed.
+    """
     commit, start = commit_here(), time.time()
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, *flags, f"--out_dir={out}/run"]
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "run")
+        command = [sys.executable, *flags, f"--out_dir={out}"]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        stopped = ended.stderr.strip().splitlines()[-1:] if ended.returncode else []
-        if ended.returncode and "not finite" not in "".join(stopped):
-            raise RuntimeError(f"{' '.join(flags)} failed:\n{ended.stderr[-2000:]}")
-        rows = [json.loads(line) for line in open(f"{out}/run/metrics.jsonl")]
-        config = json.loads(Path(out, "run", "config.json").read_text())
+        stopped = None
+        if ended.returncode != 0:
+            stopped = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+            if "not finite" not in stopped:
+                raise RuntimeError(f"{' '.join(flags)} failed:\n{ended.stderr[-2000:]}")
+        rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        config = json.loads((out / "config.json").read_text())
+        pass_at_8 = None
+        if not stopped:
+            pass_at_8 = measure_pass_at_8(out)
+    metrics = {}
+    for name in KEPT:
+        metrics[name] = [round(row[name], 6) if name in row else None for row in rows]
     return {
-        **dict(zip(("setting", "objective", "learning_rate", "seed"), cell, strict=True)),
+        **cell._asdict(),
         "command": f"python {' '.join(flags)}",
         "commit": commit,
         "seconds": round(time.time() - start, 1),
-        "stopped": stopped[0] if stopped else None,
+        "stopped": stopped,
+        "pass@8": pass_at_8,
         "config": config | {"out_dir": ""},
-        "metrics": {
-            name: [round(row[name], 6) if name in row else None for row in rows] for name in KEPT
-        },
+        "metrics": metrics,
     }
+
+
+def measure_pass_at_8(out: Path) -> float:
+    """pass@8 of the model of a run, on the first 128 held-out problems at temperature
+    1.
+    """
+    command = [sys.executable, "eval.py", f"--model={out}", f"--out_dir={out}/eval"]
+    command += ["--samples=8", "--limit=128", "--dtype=bfloat16"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    results = json.loads((out / "eval/results.json").read_text())
+    return results["average"]["8"]["value"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--grid", default="reduced", choices=("learning_rate", "reduced", "full"))
-    parser.add_argument("--folder", type=Path, default=ROOT / "experiments/results")
-    parser.add_argument("--hours", type=float, default=24, help="start no run after so long")
+    parser.add_argument(
+        "--grid", default="reduced", choices=("learning_rate", "reduced", "full")
+    )
+    parser.add_argument("--folder", type=Path, default=Path("experiments/results"))
+    parser.add_argument(
+        "--hours", type=float, default=24, help="start no run after so long"
+    )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the run that is going on with it
+    os.chdir(ROOT)
+    # A run that is going on ends with its grid.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rank, world = share_of_machine()
-    plan, begin, undone = cells(args.grid), time.time(), 0
+    begin = time.time()
     results = args.folder / "mismatch.jsonl"
     args.folder.mkdir(parents=True, exist_ok=True)
-    done = finished(results)
-    kept = [row for cell, row in done.items() if cell in plan]
-    if kept and rank == 0:
-        others = {row["commit"] for row in kept} - {commit_here()}
-        of = f", some of other commits than this, {commit_here()}" if others else ""
-        print(f"{results} has {len(kept)} of {len(plan)} runs{of}", flush=True)
-    for number, cell in list(enumerate(plan, 1))[rank::world]:
-        try:
-            flags = flags_of(cell, done)
-        except KeyError:
-            print(f"{number}/{len(plan)}  {cell} waits for P3O's run of this seed: start again")
-            continue
-        if cell in done and done[cell]["command"] == f"python {' '.join(flags)}":
-            continue
-        if time.time() - begin > args.hours * 3600:
+    failed: set[Cell] = set()
+    while time.time() - begin < args.hours * 3600:
+        done = finished(results)  # the other ranks' runs too
+        cells = plan(args.grid, done)
+        # Each rank takes its share of the plan; rank 0 also what is left when others
+        # stop.
+        undone = [
+            (number, cell)
+            for number, cell in enumerate(cells)
+            if cell not in done and cell not in failed and number % world == rank
+        ]
+        if not undone:
+            if world > 1 and any(cell not in done for cell in cells) and not failed:
+                time.sleep(10)  # what another rank runs may lengthen the plan
+                continue
             break
+        number, cell = undone[0]
         try:
-            row = run(cell, flags)
-        except RuntimeError as error:  # the other runs are not worse for it
-            undone += 1
-            print(f"{number}/{len(plan)}  {cell}  {error}", file=sys.stderr, flush=True)
+            row = run(cell, flags_of(cell, done, args.folder))
+        except (RuntimeError, subprocess.CalledProcessError, KeyError) as error:
+            failed.add(cell)  # the other runs are not worse for it
+            print(
+                f"{number + 1}/{len(cells)}  {cell}  {error!r}",
+                file=sys.stderr,
+                flush=True,
+            )
             continue
         append(results, row)
-        done = finished(results)  # the other ranks' runs too
-        accuracy = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
-        print(f"{number}/{len(plan)}  {cell}  {accuracy}  {row['seconds']} s", flush=True)
-    if undone:
-        sys.exit(f"mismatch.py: {undone} runs failed, for the reasons above; the rest is kept")
+        accuracies = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
+        print(
+            f"{number + 1}/{len(cells)}  {cell}  {accuracies}  {row['seconds']} s",
+            flush=True,
+        )
+    if failed:
+        sys.exit(
+            f"mismatch.py: {len(failed)} runs failed, as printed above; the rest is kept"
+        )
 
 
 if __name__ == "__main__":

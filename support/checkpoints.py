@@ -1,0 +1,213 @@
+"""Checkpoints and saved models: what a run that was killed goes on from, and what it
+leaves.
+
+No random state is saved, for none matters: the order of the problems, the minibatches
+and the sampling noise are pure functions of (seed, step), and nothing else draws.
+"""
+
+import json
+import shutil
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from support.flags import Refused
+
+# Fields of a configuration that a resumed run may change, as it does not learn from
+# them. (Those that size the batches of a forward pass change rounding, and nothing
+# else.)
+MAY_DIFFER = {
+    "out_dir",
+    "steps",
+    "eval_every",
+    "save_every",
+    "keep_checkpoints",
+    "resume",
+    "report_to",
+    "verbose",
+    "micro_batch_tokens",
+    "kv_cache_gb",
+    "max_num_seqs",
+}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file: whoever reads it, even after a kill, finds the old text or the
+    new.
+    """
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The complete checkpoints of a run, the newest last."""
+    folders = (out / "checkpoints").glob("step-*")
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def steps_done(out: Path) -> int:
+    """The last step that a run has a whole line of metrics for; 0 if there is none."""
+    metrics = out / "metrics.jsonl"
+    if not metrics.exists():
+        return 0
+    lines = metrics.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    return max((json.loads(line)["step"] for line in whole), default=0)
+
+
+def check_resume(out_dir: str, steps: int, config: dict[str, Any]) -> None:
+    """Raises Refused where --resume has nothing to go on from, or would do another
+    thing.
+    """
+    out = Path(out_dir)
+    if not out_dir or not (out / "config.json").exists():
+        raise Refused(f"--resume: out_dir {out_dir!r} holds no run")
+    stored = json.loads((out / "config.json").read_text())
+    changes = [
+        f"{name} was {stored.get(name)!r}, is {value!r}"
+        for name, value in sorted(config.items())
+        if name not in MAY_DIFFER and stored.get(name) != value
+    ]
+    if changes:
+        raise Refused(f"--resume: not the configuration of {out}: {', '.join(changes)}")
+    done = steps_done(out)
+    if done >= steps:
+        raise Refused(
+            f"--resume: {out} is finished, {done} steps are done; give it more --steps"
+        )
+    if not checkpoints(out):
+        raise Refused(
+            f"--resume: {out} has no complete checkpoint; start in another out_dir"
+        )
+
+
+def save_checkpoint(
+    out: Path,
+    step: int,
+    policy: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    queue: deque[Any],
+    *,
+    group_size: int,
+    keep: int,
+) -> None:
+    """Write checkpoints/step-N, then delete all but the newest `keep`: a collective.
+
+    `queue` holds this rank's rollout.Rollouts that were sampled and not yet used.
+    A folder has its name only when it is complete: a run may be killed at any moment.
+    """
+    rank = dist.get_rank()
+    unfinished = out / "checkpoints" / "unfinished"
+    if rank == 0 and unfinished.exists():  # of a run that was killed
+        shutil.rmtree(unfinished)
+    dist.barrier()
+    weights, moments = get_state_dict(policy, optimizer)
+    state = {"policy": weights, "optimizer": moments, "schedule": schedule.state_dict()}
+    queues: list | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(list(queue), queues)
+    if queues is not None:
+        # On rank 0 alone: of a key that all ranks have, any one's value may be written.
+        state["step"] = step
+        state["queue"] = [
+            join_ranks(of_step, group_size) for of_step in zip(*queues, strict=True)
+        ]
+    dcp.save(state, checkpoint_id=unfinished)
+    if rank == 0:
+        unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
+        for old in checkpoints(out)[:-keep]:
+            shutil.rmtree(old.rename(unfinished))
+
+
+def load_checkpoint(
+    out: Path,
+    policy: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    queue: deque[Any],
+    group_size: int,
+) -> int:
+    """Restore the newest complete checkpoint in place; returns the number of steps
+    done.
+
+    It may have been written by another number of ranks: each takes the groups that it
+    would have sampled.
+    """
+    weights, moments = get_state_dict(policy, optimizer)
+    state = {
+        "policy": weights,
+        "optimizer": moments,
+        "schedule": schedule.state_dict(),
+        "step": 0,
+        "queue": [],
+    }
+    dcp.load(state, checkpoint_id=checkpoints(out)[-1])
+    set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=state["policy"],
+        optim_state_dict=state["optimizer"],
+    )
+    schedule.load_state_dict(state["schedule"])
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for rollouts in state["queue"]:
+        responses = range(len(rollouts.text))
+        mine = [row for row in responses if row // group_size % world == rank]
+        queue.append(rollouts.rows(mine))
+    return state["step"]
+
+
+def join_ranks(rollouts_of_rank: tuple[Any, ...], group_size: int) -> Any:
+    """The ranks' rollouts for one step as one, in the order that one rank would have.
+
+    Group g of rank r is group g * world + r of the step.
+    """
+    world = len(rollouts_of_rank)
+    place = []  # of each row of the ranks' rollouts, one rank after the other
+    for rank, rollouts in enumerate(rollouts_of_rank):
+        for row in range(len(rollouts.text)):
+            place.append((row // group_size * world + rank, row % group_size))
+    order = sorted(range(len(place)), key=place.__getitem__)
+    texts = [text for rollouts in rollouts_of_rank for text in rollouts.text]
+    joined = {"text": [texts[i] for i in order]}
+    for name, value in vars(rollouts_of_rank[0]).items():
+        if isinstance(value, torch.Tensor):
+            rows = [
+                row for rollouts in rollouts_of_rank for row in getattr(rollouts, name)
+            ]
+            rows = [rows[i] for i in order]
+            is_padded = value.dim() > 1
+            joined[name] = pad_sequence(rows, True) if is_padded else torch.stack(rows)
+    versions = {rollouts.weight_version for rollouts in rollouts_of_rank}
+    joined["weight_version"] = " and ".join(sorted(versions))
+    return replace(rollouts_of_rank[0], **joined)
+
+
+def save_model(
+    policy: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """A folder that transformers and vLLM load, there as a whole or not at all: a
+    collective.
+    """
+    rank = dist.get_rank()
+    weights = {}
+    for name, weight in policy.model.state_dict().items():
+        # Gathered one by one in float32, and kept in rank 0's main memory alone.
+        whole = weight.full_tensor()
+        if rank == 0:
+            weights[name] = whole.cpu()
+    if rank == 0:
+        unfinished = folder.with_name(f"{folder.name}.new")
+        policy.model.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
+        unfinished.rename(folder)

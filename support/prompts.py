@@ -1,0 +1,74 @@
+"""A model folder's tokenizer, and the problems of a task as prompts of that model."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from support.tasks import encode_prompt
+
+
+class Split(NamedTuple):
+    """Problems of a task, ready to sample from."""
+
+    problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
+    prompts: list[list[int]]  # token ids, one of each problem
+    dropped: int  # problems left out, whose prompts are too long
+
+
+def check_model(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer and the context length of a model folder or hub name.
+
+    ValueError where there is none, or where its attention heads cannot be divided among
+    the `tp` ranks of an engine.
+    """
+    if not Path(model).is_dir() and model.count("/") != 1:
+        raise ValueError(
+            f"no model at {model!r}: neither a folder nor a hub name, owner/name"
+        )
+    try:
+        config = AutoConfig.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"no model at {model!r}: {reason}") from error
+    if config.num_attention_heads % tp:
+        raise ValueError(
+            f"rollout_tp is {tp}, which does not divide the {config.num_attention_heads} "
+            f"attention heads of {model}"
+        )
+    return tokenizer, config.max_position_embeddings
+
+
+def encode_problems(
+    problems: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    instruction: str | None,
+    room: int,
+    drop_long: bool,
+    name: str,
+) -> Split:
+    """Problems and their prompts as token ids; `name` is what messages call them.
+
+    A prompt of more than `room` tokens is dropped and counted if `drop_long`. It is a
+    ValueError otherwise, or if none is left.
+    """
+    kept_problems, kept_prompts = [], []
+    for problem in problems:
+        prompt = encode_prompt(tokenizer, problem["prompt"], instruction)
+        if len(prompt) <= room:
+            kept_problems.append(problem)
+            kept_prompts.append(prompt)
+    dropped = len(problems) - len(kept_problems)
+    if dropped > 0:
+        complaint = f"{dropped} of {len(problems)} {name} have over {room} tokens"
+        if not drop_long or not kept_problems:
+            raise ValueError(
+                f"{complaint}, and no room for a response: lower max_response_tokens, or "
+                "drop such prompts (train.py: --max_prompt_tokens, eval.py: --drop_long)"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            print(f"dropped: {complaint}")
+    return Split(kept_problems, kept_prompts, dropped)
