@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass
 class Rollouts:
-    """N responses, padded on the right. Column t of [N, T] is a response's t-th token."""
+    """N responses, padded on the right; column t of [N, T] is the t-th token of each."""
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
     prompt_length: (
@@ -292,7 +292,7 @@ class Engine:
 
 
 def main() -> None:
-    """Sample two responses to a prompt of the embedded task, and print what came back."""
+    """Sample two responses to a prompt of the embedded task, and print them."""
     init_distributed()
     engine = Engine("tiny", 128, top_logprobs=3)
     prompt = engine.tokenizer.encode("<bos>478+805:", add_special_tokens=False)

@@ -141,7 +141,7 @@ def where_it_breaks(done: dict[Cell, dict]) -> list[tuple[str, float]]:
 
 
 def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
-    """The runs of a grid, the ones that tell most first; point 3 as far as it is known."""
+    """The runs of a grid, those that tell most first; point 3 as far as it is known."""
     if grid == "learning_rate":
         return [
             Cell("on-policy", rate, "p3o", seed)
@@ -259,7 +259,7 @@ def finished(results: Path) -> dict[Cell, dict]:
 
 
 def append(results: Path, row: dict) -> None:
-    """A line more, by one process at a time, in place of one that was left unfinished."""
+    """A line more, by one process at a time, in place of one that a kill left cut."""
     with open(results, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -374,7 +374,7 @@ def main() -> None:
         )
     if failed:
         sys.exit(
-            f"mismatch.py: {len(failed)} runs failed, as printed above; the rest is kept"
+            f"mismatch.py: {len(failed)} runs failed, as said above; the rest is kept"
         )
 
 

@@ -37,7 +37,7 @@ class Flags(BaseModel):
 
 
 class OneSentence(argparse.ArgumentParser):
-    """A parser that refuses in one sentence, without the list of all flags before it."""
+    """A parser that refuses in one sentence, without a list of all flags before it."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (--help lists the flags)")
@@ -56,15 +56,19 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
         "--config", metavar="YAML", help="a file with values of these fields"
     )
     for name, field in kind.model_fields.items():
-        several = get_origin(field.annotation) in (list, dict)
+        how_many: dict[str, str] = {}
+        if get_origin(field.annotation) in (list, dict):
+            how_many = {"nargs": "+"}
+        if field.annotation is bool:
+            # --resume alone means --resume true.
+            how_many = {"nargs": "?", "const": "true"}
+        about = f"{field.description} (default: {field.default})"
         parser.add_argument(
             f"--{name}",
-            nargs="+" if several else None,
             default=argparse.SUPPRESS,
             metavar="VALUE",
-            help=f"{field.description} (default: {field.get_default(call_default_factory=True)})".replace(
-                "%", "%%"
-            ),
+            help=about.replace("%", "%%"),
+            **how_many,
         )
     values = vars(parser.parse_args(arguments))
     recipe = values.pop("config")
@@ -144,6 +148,7 @@ def find_objective(
         except (KeyError, ValueError) as error:
             takes = ", ".join(f"{k}={v}" for k, v in objective.hyper_parameters.items())
             raise Refused(
-                f"objective_args has {parameter}={value}: {name} takes {takes or 'nothing'}"
+                f"objective_args has {parameter}={value}: {name} takes "
+                f"{takes or 'nothing'}"
             ) from error
     return replace(objective, hyper_parameters=values)
