@@ -1,14 +1,13 @@
 """P3O end to end: sample with vLLM, check the answers, update the policy, sync the
 weights.
 
-    torchrun train.py                               # the embedded default, on two CPU
-    cores torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
-    --out_dir runs/8gpu
+    torchrun train.py                # the embedded default, on two CPU cores
+    torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
 
-`main` is the loop, `accumulate_gradient` computes the gradient of one batch B. A run
+`main` is the loop; `accumulate_gradient` computes the gradient of one batch B. A run
 writes out_dir/{config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoints/,
-model/}. Steps are numbered from 1: weights "7" are those after step 7, weights "0" the
-initial ones.
+model/}. Steps are numbered from 1: weights "7" are those after step 7, and weights "0"
+are the initial ones.
 """
 
 import json
@@ -625,9 +624,8 @@ def main() -> None:
         expected = str(weights_that_sample(cfg, step))
         if rollouts.weight_version != expected:
             raise Refused(
-                f"step {step}: a batch was sampled by weights "
-                f"{rollouts.weight_version}, not by weights {expected}: was a sync left "
-                "out?"
+                f"step {step}: the batch is of weights {rollouts.weight_version}, not "
+                f"of weights {expected}: was a sync left out?"
             )
         with log.phase("update"):
             try:

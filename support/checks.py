@@ -65,8 +65,8 @@ def check_on_policy(cfg: Any, stats: dict[str, float], step: int, first: bool) -
         f"step {step}: a batch that should be on-policy has, without its outer 2% of "
         f"tokens, e_B {stats['ess_central']:.3f} and mean ratio "
         f"{stats['ratio_central']:.3f}, and mean |log rho| "
-        f"{stats['mismatch_mean']:.3f}: look at the weight sync (a tied head?), the temperature, rollout_dtype, the "
-        "alignment of tokens"
+        f"{stats['mismatch_mean']:.3f}: look at the weight sync (a tied head?), the "
+        "temperature, rollout_dtype, the alignment of tokens"
     )
     if first:
         raise Refused(complaint)

@@ -107,7 +107,7 @@ def append(path: Path, task: str, first: int, correct: list[int]) -> None:
 def write_report(
     folder: Path, settings: dict[str, Any], result: dict[str, Any], correct: dict
 ) -> str:
-    """results.json and results.md, whose text is returned; `result` by eval.estimate."""
+    """results.json and results.md, whose text is returned; `result` is an estimate."""
     content = {"settings": settings, **result, "correct": correct}
     (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     n = settings["samples"]
