@@ -522,6 +522,10 @@ def check_config(cfg: Config) -> None:
             "objective_args has kl_estimator, by which the KL is estimated from the sampled "
             "tokens alone: add --top_logprobs 0"
         )
+    estimator = cfg.objective_args.get("kl_estimator", "is")
+    if cfg.objective == "p3o" and estimator not in KL_ESTIMATORS:
+        known = " or ".join(KL_ESTIMATORS)
+        raise Refused(f"objective_args has kl_estimator={estimator}: give {known}")
     check_reporter(cfg.report_to)
     if cfg.resume:
         check_resume(cfg.out_dir, cfg.steps, cfg.model_dump())
