@@ -525,8 +525,7 @@ def build_engines(cfg: Config, longest: int) -> tuple[Engine, Engine]:
 def heldout_accuracy(
     evaluator: Engine, cfg: Config, heldout: Split
 ) -> dict[str, float]:
-    """The accuracy of the engine's weights on the held-out problems: sampled, and
-    greedy.
+    """Sampled and greedy accuracy of the engine's weights on the held-out problems.
 
     Sampled accuracy rises whenever a policy grows more certain. Greedy accuracy beside
     it tells whether it has learned.

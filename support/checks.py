@@ -11,6 +11,9 @@ from support.checkpoints import check_resume
 from support.flags import Refused
 from support.log import check_reporter
 
+# The names of loss.KL_ESTIMATORS.
+KL_ESTIMATORS = ("is", "k3")
+
 
 def check_run(cfg: Any) -> None:
     """Raises Refused where fields of a train.Config do not go together."""
@@ -25,6 +28,12 @@ def check_run(cfg: Any) -> None:
         raise Refused(
             "objective_args has kl_estimator, by which the KL is estimated from the "
             "sampled tokens alone: add --top_logprobs 0"
+        )
+    estimator = cfg.objective_args.get("kl_estimator", "is")
+    if estimator not in KL_ESTIMATORS:
+        raise Refused(
+            f"objective_args has kl_estimator={estimator}: give "
+            f"{' or '.join(KL_ESTIMATORS)}"
         )
     check_reporter(cfg.report_to)
     if cfg.resume:
