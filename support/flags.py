@@ -31,6 +31,10 @@ class Refused(Exception):
     """What the user gave cannot run, for the reason that it says in one sentence."""
 
 
+class OneRankFailed(Exception):
+    """What only one rank found out: the others still wait for it, and end with it."""
+
+
 class Flags(BaseModel):
     """The base of a configuration: the text below a field says what it is."""
 
