@@ -17,9 +17,11 @@ from support.flags import Refused
 PROBE_EVERY = 5  # steps; with the embedded policy a probe takes 2% of a step
 PROMPTS = 4
 RESPONSE_TOKENS = 32
-# How far the distance may rise: rounding and fp8 change while a policy is trained.
-FACTOR = 3
-NATS = 0.005
+# How far the distance may rise: rounding grows and falls while a policy is trained,
+# tenfold at most in runs that were seen; a layer with a part of its weights missing is
+# off by nats.
+FACTOR = 5
+NATS = 0.1
 
 
 class SyncProbe:
