@@ -653,8 +653,12 @@ def test_p3o_takes_the_estimator_of_its_kl() -> None:
         ("ppo", {}, "give p3o, reinforce, grpo, or module:name"),
         ("no.such.module:dapo", {}, "cannot be imported"),
         ("experiments.objectives:ppo", {}, "cannot be imported"),
+        (":dapo", {}, "cannot be imported"),
+        # The loss in place of the Objective that has it.
+        ("experiments.objectives:dapo_loss", {}, "no Objective"),
         ("grpo", {"epsilon": 0.4}, "epsilon=0.4: grpo takes eps=0.2"),
         ("grpo", {"eps": "much"}, "eps=much: grpo takes eps=0.2"),
+        ("grpo", {"eps": "nan"}, "eps=nan: grpo takes eps=0.2"),
         ("reinforce", {"eps": 0.4}, "eps=0.4: reinforce takes nothing"),
     ],
 )
