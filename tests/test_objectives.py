@@ -545,6 +545,26 @@ def test_kl_without_cap_weighs_a_token_by_its_ratio() -> None:
     assert float(outcome.stats["capped"]) == 0
 
 
+@pytest.mark.parametrize(
+    "ablation", ["cap_without_kl", "kl_without_cap", "fixed_ess", "ess_of_micro_batch"]
+)
+def test_an_ablation_can_do_without_the_kl_of_positions(ablation: str) -> None:
+    # As --top_logprobs 0 has it. The KL is estimated by "is", where there is one.
+    responses = make_responses(22)
+    objective = getattr(ablations, ablation)
+    batch = batch_of(responses, effective_sample_size)
+    quantities = objective.batch_quantities(batch, **objective.hyper_parameters)
+    outcome = run(objective, responses, kl=None, **quantities)
+    ess = float(batch.ess)
+    ratio = responses.log_ratio.exp()
+    cap = {"kl_without_cap": math.inf, "fixed_ess": 1.0}.get(ablation, ess)
+    kl_weight = {"cap_without_kl": 0.0, "fixed_ess": 0.0}.get(ablation, 1 - ess)
+    weight = ratio.clamp(max=cap) * responses.advantage[:, None]
+    gradient = -weight + kl_weight * ratio * responses.log_ratio
+    right = torch.where(responses.mask, gradient / responses.mask.sum(), 0.0)
+    assert_close(outcome.gradient, right)
+
+
 def test_k3_and_importance_sampled_estimate_the_kl_from_the_sampled_token() -> None:
     responses = make_responses(22)
     k3 = expected("p3o", responses, kl_estimator="k3")
@@ -654,6 +674,7 @@ def test_p3o_takes_the_estimator_of_its_kl() -> None:
         ("no.such.module:dapo", {}, "cannot be imported"),
         ("experiments.objectives:ppo", {}, "cannot be imported"),
         (":dapo", {}, "cannot be imported"),
+        (".objectives:dapo", {}, "cannot be imported"),
         # The loss in place of the Objective that has it.
         ("experiments.objectives:dapo_loss", {}, "no Objective"),
         ("grpo", {"epsilon": 0.4}, "epsilon=0.4: grpo takes eps=0.2"),
