@@ -32,8 +32,8 @@ def cap_without_kl_loss(
     *tensors: Tensor, kl: Tensor | None = None, **batch: Any
 ) -> Loss:
     """(12) without its second term: the ratio is capped at e_B, nothing pulls back."""
-    mask = tensors[3]
-    return p3o_loss(*tensors, kl=torch.zeros(mask.shape, dtype=torch.float64), **batch)
+    logp = tensors[0]
+    return p3o_loss(*tensors, kl=torch.zeros_like(logp), **batch)
 
 
 def kl_without_cap_loss(
@@ -42,13 +42,15 @@ def kl_without_cap_loss(
     advantage: Tensor,
     mask: Tensor,
     *,
-    kl: Tensor,
+    kl: Tensor | None = None,
     ess: Tensor,
     token_count: int,
 ) -> Loss:
-    """(12) with rho in place of min(rho, e_B)."""
+    """(12) with rho in place of min(rho, e_B). As in p3o_loss, a KL may be left out."""
     logp, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     ratio = log_ratio.exp().detach()
+    if kl is None:
+        kl = KL_ESTIMATORS["is"](log_ratio)
     loss = -ratio * advantage * logp + (1 - ess) * kl
     return batch_mean(loss, {"capped": torch.zeros_like(mask)}, mask, token_count)
 

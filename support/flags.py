@@ -141,7 +141,8 @@ def find_objective(
         module, _, attribute = name.partition(":")
         try:
             objective = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            # importlib has the last two for a relative name and for an empty one.
             raise Refused(f"objective {name!r} cannot be imported: {error}") from error
         if not hasattr(objective, "hyper_parameters"):
             raise Refused(f"objective {name!r} is a {type(objective)}, no Objective")
