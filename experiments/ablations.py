@@ -5,7 +5,7 @@ for?
     torchrun train.py --objective experiments.ablations:fixed_ess --objective_args
     level=0.9
 
-They take the tensors and keywords of loss.p3o_loss.
+They take the tensors of loss.p3o_loss, and the keywords that the trainer hands to it.
 """
 
 import json
@@ -89,7 +89,7 @@ class Replayed:
     """Another run's e_B, update by update, in place of the batch's own.
 
     The level and the trend are those of a real run; only whether this batch deserves it
-    is not. `path` is a JSON list with one e_B an update.
+    is not. `path` is a JSON list with one e_B an update. Not for a resumed run.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,8 @@ kl_without_cap = Objective(kl_without_cap_loss, token_count_and_ess_of, takes_kl
 clamped_k3 = Objective(clamped_k3_loss, token_count_and_ess_of)
 k3 = Objective(k3_loss, token_count_and_ess_of)
 importance_sampled = Objective(is_loss, token_count_and_ess_of)
-# As in the authors' code. --micro_batch_tokens has to make several of a batch.
+# Nearly as in the authors' code, which sums over the ranks of a micro-batch; here it is
+# of each rank alone. --micro_batch_tokens has to make several of a batch.
 ess_of_micro_batch = Objective(p3o_loss, token_count_of, takes_kl=True)
 fixed_ess = Objective(p3o_with_given_ess, given_level, {"level": 1.0}, takes_kl=True)
 yoked_ess = Objective(p3o_with_given_ess, Replayed(), {"path": ""}, takes_kl=True)
