@@ -93,7 +93,7 @@ class Config(Flags):
     """divide the advantage by its group's standard deviation"""
 
     # The batch
-    steps: PositiveCount = 80
+    steps: PositiveCount = 60
     """rollout batches to learn from"""
     prompts_per_step: PositiveCount = 32
     """prompts of a rollout batch, over all ranks"""
@@ -101,7 +101,7 @@ class Config(Flags):
     """G, the responses to a prompt"""
     passes: PositiveCount = 1
     """how often a rollout batch is gone through"""
-    minibatches: PositiveCount = 1
+    minibatches: PositiveCount = 2
     """optimizer steps of a pass; the batch B of each is a minibatch"""
 
     # The rollouts

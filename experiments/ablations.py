@@ -1,9 +1,7 @@
-"""P3O with a part of it taken out or replaced: what are the cap, the KL and e_B good
-for?
+"""P3O with a part taken out or replaced: what are the cap, the KL and e_B good for?
 
     torchrun train.py --objective experiments.ablations:cap_without_kl --lag 16
-    torchrun train.py --objective experiments.ablations:fixed_ess --objective_args
-    level=0.9
+    torchrun train.py --objective experiments.ablations:k3 --temperature 1.4
 
 They take the tensors of loss.p3o_loss, and the keywords that the trainer hands to it.
 """
