@@ -29,6 +29,7 @@ from scipy.stats import binomtest
 from reward import load_task, score
 from rollout import Engine, init_distributed, noise_seeds
 from support import results
+from support.checks import check_tensor_parallel
 from support.flags import (
     Count,
     Flags,
@@ -151,8 +152,8 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
             fewest,
         ),
         "intervals": (
-            f"95%: bootstrap, {RESAMPLES} resamples of the problems, seed 0, percentiles; "
-            "exact binomial where all problems are alike"
+            f"95%: bootstrap, {RESAMPLES} resamples of the problems, seed 0, "
+            "percentiles; exact binomial where all problems are alike"
         ),
     }
 
@@ -207,8 +208,8 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
     """
     if 0 < cfg.temperature < 0.01:
         raise Refused(
-            f"temperature is {cfg.temperature}: give 0 (greedy) or at least 0.01, which vLLM "
-            "would use instead"
+            f"temperature is {cfg.temperature}: give 0 (greedy), or at least the 0.01 "
+            "that vLLM would use instead"
         )
     if cfg.dtype == "auto":
         cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -220,11 +221,7 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
         )
     if len(set(cfg.task)) < len(cfg.task):
         raise Refused(f"a task is given twice: {' '.join(cfg.task)}")
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if ranks_of_node % cfg.rollout_tp:
-        raise Refused(
-            f"rollout_tp is {cfg.rollout_tp}: it has to divide a node's {ranks_of_node} ranks"
-        )
+    check_tensor_parallel(cfg.rollout_tp)
     of_run = Path(cfg.model, "model")
     model = str(of_run) if of_run.is_dir() else cfg.model
     try:
@@ -296,10 +293,8 @@ def main() -> None:
                 results.append(out / "problems.jsonl", task, first, counts)
                 done = correct[task]
                 pass_at_1 = sum(done) / len(done) / cfg.samples
-                print(
-                    f"{task}: {len(done)} of {len(split.problems)}, pass@1 {pass_at_1:.3f}",
-                    flush=True,
-                )
+                progress = f"{task}: {len(done)} of {len(split.problems)}"
+                print(f"{progress}, pass@1 {pass_at_1:.3f}", flush=True)
     if rank == 0:
         report = results.write_report(
             out, settings, estimate(correct, cfg.samples), correct

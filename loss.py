@@ -247,7 +247,9 @@ def check_tokens(
 def batch_mean(
     loss: Tensor, parts: dict[str, Tensor], mask: Tensor, token_count: int | None
 ) -> Loss:
-    """The sum of `loss` [N, T] over its tokens, by token_count; the same of the parts."""
+    """The sum of `loss` [N, T] over its tokens, divided by token_count; so of the
+    parts.
+    """
     if token_count is None:
         token_count = int(mask.sum())
         if token_count == 0:
@@ -270,7 +272,7 @@ def check_rows(good: Tensor, what: str) -> None:
     if not good.all():
         row = int((~good).any(dim=-1).nonzero()[0])
         raise FloatingPointError(
-            f"{what} in response {row}: look at the alignment of tokens and the weight sync"
+            f"{what} in response {row}: look at the alignment of tokens and the sync"
         )
 
 
@@ -287,7 +289,7 @@ class Batch(NamedTuple):
 
 
 def token_count_of(batch: Batch, **hyper_parameters: Any) -> dict[str, Any]:
-    """All that a loss has to know of the whole batch if it is a mean over its tokens."""
+    """What a loss has to know of the whole batch if it is a mean over its tokens."""
     return {"token_count": batch.token_count}
 
 
@@ -340,9 +342,8 @@ def main() -> None:
     advantage = torch.ones(1)
     mask = torch.ones(1, 4, dtype=torch.bool)
     logp_behavior = torch.full((1, 4), 0.5).log()
-    print(
-        f"{'rho of four tokens, A = 1':34}    e_B   KL weight   weight of the last token"
-    )
+    title = "rho of four tokens, A = 1"
+    print(f"{title:34}    e_B   KL weight   weight of the last token")
     for name, ratios in batches.items():
         log_ratio = torch.tensor([ratios]).log()
         logp = (logp_behavior + log_ratio).requires_grad_()
@@ -351,9 +352,7 @@ def main() -> None:
         loss.backward()
         weight = -4 * logp.grad[0, -1].item()
         batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"
-        print(
-            f"{batch:34} {ess:6.3f}      {1 - ess:6.3f}                     {weight:6.3f}"
-        )
+        print(f"{batch:34} {ess:6.3f}      {1 - ess:6.3f}  {weight:25.3f}")
 
 
 if __name__ == "__main__":

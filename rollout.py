@@ -4,8 +4,7 @@ The behavior policy pi_b of (7) and (12) is what vLLM really drew from: after
 temperature, top-p and top-k, in the engine's precision. The engine runs inside the
 trainer's process, by the same code on CPU and CUDA.
 
-    python rollout.py      # sample from the embedded policy, and print what a rollout
-    is
+    python rollout.py      # samples from the embedded policy, prints what comes back
 """
 
 import logging
@@ -28,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass
 class Rollouts:
-    """N responses, padded on the right. Column t of [N, T] is a response's t-th token."""
+    """N responses, padded on the right. Column t of [N, T] is the t-th token."""
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
     prompt_length: (
@@ -292,7 +291,7 @@ class Engine:
 
 
 def main() -> None:
-    """Sample two responses to a prompt of the embedded task, and print what came back."""
+    """Sample two responses to a prompt of the embedded task, and print them."""
     init_distributed()
     engine = Engine("tiny", 128, top_logprobs=3)
     prompt = engine.tokenizer.encode("<bos>478+805:", add_special_tokens=False)

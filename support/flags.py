@@ -38,7 +38,7 @@ class Flags(BaseModel):
 
 
 class OneSentence(argparse.ArgumentParser):
-    """A parser that refuses in one sentence, without the list of all flags before it."""
+    """A parser that refuses in one sentence, without a list of all flags before it."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (--help lists the flags)")
@@ -57,18 +57,19 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
         "--config", metavar="YAML", help="a file with values of these fields"
     )
     for name, field in kind.model_fields.items():
-        how_many: dict[str, Any] = {}  # exactly one value
+        how_many: dict[str, str] = {}
         if get_origin(field.annotation) in (list, dict):
             how_many = {"nargs": "+"}
         if field.annotation is bool:
-            how_many = {"nargs": "?", "const": "true"}  # --resume means --resume true
-        default = field.get_default(call_default_factory=True)
+            # --resume alone means --resume true.
+            how_many = {"nargs": "?", "const": "true"}
+        about = f"{field.description} (default: {field.default})"
         parser.add_argument(
             f"--{name}",
-            **how_many,
             default=argparse.SUPPRESS,
             metavar="VALUE",
-            help=f"{field.description} (default: {default})".replace("%", "%%"),
+            help=about.replace("%", "%%"),
+            **how_many,
         )
     values = vars(parser.parse_args(arguments))
     recipe = values.pop("config")
