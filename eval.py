@@ -122,7 +122,9 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
         problems_with = np.bincount(counts, minlength=n + 1)  # [n + 1]: problems by c
         share = problems_with / len(counts)
         drawn = noise.multinomial(len(counts), share, RESAMPLES)
-        values[task] = share @ pass_table  # [n]: by k
+        # Whole numbers of problems add up without rounding, so that where every problem
+        # is solved the value is 1, and not 1 - 1e-16.
+        values[task] = problems_with @ pass_table / len(counts)  # [n]: by k
         resamples[task] = drawn @ pass_table / len(counts)  # [RESAMPLES, n]
 
     def with_interval(value: np.ndarray, drawn: np.ndarray, problems: int) -> dict:
