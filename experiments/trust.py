@@ -125,7 +125,9 @@ class Laboratory:
             )
         return history
 
-    def sample(self, weights: Weights, condition: Condition, first: int, prompts: int):
+    def sample(
+        self, weights: Weights, condition: Condition, first: int, prompts: int
+    ) -> Rollouts:
         """Rewarded responses to the prompts first, first + 1, ... of a shuffled order."""
         engine = self.engines[condition.quantization]
         engine.load_weights(weights, version="trust")
