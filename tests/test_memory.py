@@ -256,10 +256,11 @@ def test_recipe(path, monkeypatch):
     assert cfg.warmup_steps < cfg.steps
     text = path.read_text()
     assert "nverified on a GPU" in text
-    # The table in its comments is what memory.py prints of the same dimensions.
+    # The table at the end of its first comment is what memory.py prints.
     table = report(cfg).replace(f"{CONFIGS}/", "Qwen/").splitlines()
-    comments = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    assert comments[-len(table) :] == table
+    first_comment, _ = text.split("\n\n", maxsplit=1)
+    lines = [line.removeprefix("# ") for line in first_comment.splitlines()]
+    assert lines[-len(table) :] == table
     # It fits with a margin beside the reserve.
     counted = memory_of(cfg, ranks, "cuda")
     largest = max(sum(parts.values()) for parts in counted.phases().values())
