@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from experiments import memory
+from experiments.bench import kl_on_paper
 from experiments.memory import (
     GB,
     Memory,
@@ -224,6 +225,13 @@ def test_rollouts_take_12_bytes_for_a_listed_token():
 
     positions = 4 * 24
     assert nbytes(with_20) - nbytes(without) == positions * 20 * memory.TOP_BYTES
+
+
+def test_the_benchmark_counts_a_long_response_of_a_large_vocabulary_on_paper():
+    """4,096 tokens x 20 or 151,936 listed ones x 12 bytes: 1 MB or 7.5 GB."""
+    found = kl_on_paper()
+    assert found["K = 20"]["bytes in the rollouts"] == 983_040
+    assert found["K = vocabulary"]["bytes in the rollouts"] == 7_467_958_272
 
 
 def test_kv_cache_of_the_engine(build_engine):
