@@ -126,11 +126,9 @@ def policy(engine):
 @pytest.fixture(scope="session")
 def heldout():
     """The held-out split of the embedded task: problems, and prompts as token ids."""
-    from support.prompts import check_model
-    from train import Config, load_problems
+    from train import Config, load_data
 
-    tokenizer, _ = check_model("tiny")
-    return load_problems(Config(), "heldout", tokenizer, room=64)
+    return load_data(Config()).heldout
 
 
 @pytest.fixture(scope="session")
