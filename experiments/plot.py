@@ -16,6 +16,7 @@ sampled held-out accuracies. curves.png, ess.png and others.png have the six set
 which the objectives' scores lie furthest apart; mismatch.md has all settings.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,24 +145,20 @@ def draw_panel(
     for number, objective in enumerate(MAIN):
         shift = 0.15 * (number - (len(MAIN) - 1) / 2)
         color = color_of(objective)
-        places = []
+        places = [place + shift for place in range(len(panel.label_of))]
         means = []
-        for place, mismatch in enumerate(panel.label_of):
+        for place, mismatch in zip(places, panel.label_of, strict=True):
             setting = Setting(mismatch, panel.learning_rate)
             of_objective = runs.get(setting, {}).get(objective, [])
             if not of_objective:
+                means.append(math.nan)  # a gap in the line
                 continue
             values = [value_of(run) for run in of_objective]
             found = interval(values)
-            places.append(place + shift)
             means.append(found.mean)
-            axis.scatter(
-                [place + shift] * len(values), values, s=14, color=color, linewidth=0
-            )
+            axis.scatter([place] * len(values), values, s=14, color=color, linewidth=0)
             if found.count > 2:
-                axis.errorbar(
-                    place + shift, found.mean, found.half, color=color, capsize=3
-                )
+                axis.errorbar(place, found.mean, found.half, color=color, capsize=3)
         if panel.ordered:
             axis.plot(places, means, color=color, linewidth=1, alpha=0.5)
     axis.set_xticks(range(len(panel.label_of)), list(panel.label_of.values()))
