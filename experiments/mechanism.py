@@ -32,7 +32,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from experiments.mismatch import LARGER, LEARNING_RATE, ROOT, Cell, flags_of
+from experiments.mismatch import LEARNING_RATE, ROOT, Cell, flags_of
 from experiments.token_weights import (
     COMPARED,
     ScoredBatch,
@@ -84,7 +84,7 @@ def sample_batches(
     engine: Engine, fp8_engine: Engine, mesh: DeviceMesh
 ) -> dict[str, ScoredBatch]:
     """The three batches, from engines that have the weights of tiny/."""
-    stale = config_of("lag 16", LARGER)
+    stale = config_of("lag 16", LEARNING_RATE)
     hot = config_of("T = 1.4", LEARNING_RATE)
     fp8 = config_of("fp8", LEARNING_RATE)
     room = CONTEXT - stale.max_response_tokens

@@ -25,9 +25,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
 
 from experiments.colors import color_of
-from experiments.mismatch import LARGER, LEARNING_RATE, MAIN, OTHERS, score
+from experiments.mismatch import LEARNING_RATE, MAIN, OTHERS, score
 from experiments.tables import (
     Run,
     Runs,
@@ -88,17 +89,6 @@ PANELS = [
         },
         ordered=False,
     ),
-    Panel(
-        f"learning rate {LARGER:g}",
-        LARGER,
-        {
-            "on-policy": "on-policy",
-            "T = 1.4": "T = 1.4",
-            "lag 16": "lag 16",
-            "changing": "changing",
-        },
-        ordered=False,
-    ),
 ]
 
 
@@ -110,10 +100,9 @@ def draw_by_mismatch(
     metric is the one whose value before training is the dashed line.
     """
     figure, axes = plt.subplots(
-        2, 3, figsize=(11, 6.6), layout="constrained", sharey=True
+        2, 2, figsize=(11, 6.6), layout="constrained", sharey=True
     )
-    *panel_axes, legend_axis = axes.flat
-    for axis, panel in zip(panel_axes, PANELS, strict=True):
+    for axis, panel in zip(axes.flat, PANELS, strict=True):
         draw_panel(axis, panel, runs, value_of)
         before = [
             first(run, metric)
@@ -125,12 +114,14 @@ def draw_by_mismatch(
     for axis in axes[:, 0]:
         axis.set_ylabel(label)
     axes[0, 0].set_ylim(0, 1.02)
-    legend_axis.axis("off")
-    for objective in MAIN:
-        legend_axis.plot([], [], "o-", color=color_of(objective), label=objective)
-    legend_axis.plot([], [], "--", color="0.6", label="before training")
-    legend_axis.legend(
-        loc="center",
+    handles = [
+        Line2D([], [], marker="o", color=color_of(objective), label=objective)
+        for objective in MAIN
+    ]
+    handles.append(Line2D([], [], linestyle="--", color="0.6", label="before training"))
+    figure.legend(
+        handles=handles,
+        loc="outside right upper",
         frameon=False,
         title="a dot: one seed; a bar: the mean of the\nseeds and its 95% interval",
     )
