@@ -12,7 +12,9 @@ import os
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +27,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from support.flags import Refused
+from support.shared_memory import own_segments
 
 
 @dataclass
@@ -116,25 +119,30 @@ def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
     return [base + (first + prompt) * spacing for prompt in range(count)]
 
 
-class LayersWithoutWeights(logging.Handler):
-    """Collects the layers of which vLLM says that a reload brought them nothing.
+class IncompleteLayers(logging.Handler):
+    """Collects the layers of which vLLM says that a reload brought them not all.
 
-    vLLM only logs it, keeps their old weights, and calls the reload done.
+    vLLM only logs it, and calls the reload done. A layer that got nothing keeps its old
+    weights; what a layer lacks of a part of its weights is whatever was in memory.
     """
 
     def __init__(self) -> None:
-        super().__init__(level=logging.WARNING)
-        self.layers: list[str] = []
+        super().__init__(level=logging.DEBUG)
+        self.empty: list[str] = []
+        self.partial: list[str] = []
         logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(logging.DEBUG)
         logger.propagate = False  # What it says is raised, not printed.
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        message = str(record.msg)
         layer = str(record.args[0]) if record.args else ""
         # A rotary embedding has nothing to load: its one buffer is computed.
-        if "Failed to load weights" in str(record.msg) and "Rotary" not in layer:
-            self.layers.append(layer)
+        if "Failed to load weights" in message and "Rotary" not in layer:
+            self.empty.append(layer)
+        if "Delayed processing" in message:
+            self.partial.append(layer)
 
 
 class Engine:
@@ -173,34 +181,37 @@ class Engine:
         self.top_logprobs = min(top_logprobs, vocabulary)
         self.dtype = getattr(torch, dtype)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
-        self.llm = LLM(
-            model,
-            dtype=dtype,
-            quantization=None if quantization == "none" else quantization,
-            # In this process and in its process group.
-            distributed_executor_backend="external_launcher",
-            tensor_parallel_size=tp,
-            # Log-probabilities of the distribution that was sampled from.
-            logprobs_mode="processed_logprobs",
-            max_logprobs=self.top_logprobs,
-            # The head in float32, as in Policy.
-            hf_overrides={"head_dtype": "float32"},
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-            # The cache has its size: this share is not used, but vLLM wants it to be
-            # free.
-            gpu_memory_utilization=0.01,
-            enforce_eager=not cuda,
-            enable_sleep_mode=self.can_sleep,
-            use_tqdm_on_load=verbose,
-            # On CPU vLLM cannot prefill a prompt in pieces if the prompt has its own
-            # seed.
-            enable_chunked_prefill=cuda,
-            max_num_batched_tokens=None if cuda else max(8192, max_model_len),
-        )
+        shares_memory = tp > 1 and not cuda
+        with own_segments() if shares_memory else nullcontext():
+            self.llm = LLM(
+                model,
+                dtype=dtype,
+                quantization=None if quantization == "none" else quantization,
+                # In this process and in its process group.
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=tp,
+                # Log-probabilities of the distribution that was sampled from.
+                logprobs_mode="processed_logprobs",
+                max_logprobs=self.top_logprobs,
+                # The head in float32, as in Policy.
+                hf_overrides={"head_dtype": "float32"},
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
+                # The cache has its size: this share is not used, but vLLM wants it to
+                # be free.
+                gpu_memory_utilization=0.01,
+                enforce_eager=not cuda,
+                enable_sleep_mode=self.can_sleep,
+                use_tqdm_on_load=verbose,
+                # On CPU vLLM cannot prefill a prompt in pieces if the prompt has its
+                # own seed.
+                enable_chunked_prefill=cuda,
+                max_num_batched_tokens=None if cuda else max(8192, max_model_len),
+            )
         self.tokenizer = self.llm.get_tokenizer()
-        self.without_weights = LayersWithoutWeights()
+        self.incomplete = IncompleteLayers()
+        self.padded_layers: Counter | None = None
 
     def sample(
         self, prompts: list[list[int]], n: int, seeds: list[int], **sampling: Any
@@ -314,7 +325,7 @@ class Engine:
 
         `weights` are the (name, tensor) pairs of a state_dict, with both names of a
         tied head. vLLM gets copies, so each may be freed when the next one is asked
-        for. Raises Refused where a layer got nothing, and still has its old weights.
+        for. Raises Refused where a layer got nothing, or less than in the first call.
         """
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
@@ -323,13 +334,19 @@ class Engine:
 
         if self.can_sleep:
             self.llm.wake_up(tags=["weights"])
-        self.without_weights.layers.clear()
+        self.incomplete.empty.clear()
+        self.incomplete.partial.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
-        if self.without_weights.layers:
-            layers = ", ".join(sorted(set(self.without_weights.layers)))
+        partial = Counter(self.incomplete.partial)
+        if self.padded_layers is None:
+            # A layer that vLLM has padded, such as a vocabulary, never gets all.
+            self.padded_layers = partial
+        lacking = Counter(self.incomplete.empty) + (partial - self.padded_layers)
+        if lacking:
             raise Refused(
-                f"the sync to weights {version!r} brought nothing to a {layers} of the "
-                "engine: are all names of the state_dict there, the tied head's too?"
+                f"the sync to weights {version!r} left out all or a part of the "
+                f"engine's {', '.join(sorted(lacking))}: are all names of the "
+                "state_dict there, the tied head's too?"
             )
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import time
 from collections import defaultdict, deque
@@ -47,12 +46,13 @@ from policy import Policy, build_policy, full_weights
 from reward import load_task, score
 from rollout import Engine, Rollouts, init_distributed, noise_seeds
 from support.checkpoints import (
+    NotSaved,
     load_checkpoint,
     save_checkpoint,
     save_model,
     write_whole,
 )
-from support.checks import check_on_policy, check_run
+from support.checks import check_on_policy, check_run, claim_folder
 from support.flags import (
     Amount,
     Count,
@@ -70,6 +70,7 @@ from support.flags import (
 from support.log import Log
 from support.probe import PROBE_EVERY, SyncProbe
 from support.prompts import Split, check_model, encode_problems
+from support.ranks import catch_signals, is_lost_connection, say, watch_ranks
 from support.tasks import task_of
 
 
@@ -567,28 +568,6 @@ def heldout_accuracy(
     return accuracy
 
 
-def catch_signals() -> list[int]:
-    """The signals that ask the run to stop, in a list that grows when they come.
-
-    The step that they interrupt is finished and saved. A second Ctrl-C, two seconds
-    later or more, ends the process at once (torchrun itself repeats the first one).
-    """
-    signals: list[int] = []
-    first_at = 0.0
-
-    def remember(number: int, frame: Any) -> None:
-        nonlocal first_at
-        if signals and time.monotonic() - first_at > 2:
-            os._exit(128 + number)
-        if not signals:
-            first_at = time.monotonic()
-        signals.append(number)
-
-    signal.signal(signal.SIGINT, remember)
-    signal.signal(signal.SIGTERM, remember)
-    return signals
-
-
 def agreed_signal(signals: list[int]) -> int:
     """The signal that any rank has got, 0 if none has. A collective."""
     signal_number = torch.tensor(max(signals, default=0))
@@ -613,8 +592,8 @@ def main() -> None:
     dist.broadcast_object_list(shared)
     cfg.out_dir, data = shared
     out = Path(cfg.out_dir)
+    lock = claim_folder(out)
     if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "config.json", json.dumps(cfg.model_dump(), indent=1) + "\n")
     engine, evaluator = build_engines(cfg, data.longest)
     engine.sleep()
@@ -629,11 +608,21 @@ def main() -> None:
     queue: deque[Rollouts] = deque()  # sampled and rewarded, not yet learned from
     done = 0  # steps
     if cfg.resume:
-        done = load_checkpoint(out, policy, optimizer, schedule, queue, cfg.group_size)
+        done = load_checkpoint(
+            out,
+            policy,
+            optimizer,
+            schedule,
+            queue,
+            group_size=cfg.group_size,
+            rollouts_type=Rollouts,
+        )
+    saved = done  # the step of the newest checkpoint
     log = Log(
         out, data.tokenizer, cfg.group_size, cfg.report_to, cfg.model_dump(), done
     )
     signals = catch_signals()
+    end_watch = watch_ranks()
 
     def sync(version: str) -> None:
         """The policy's weights into the engine."""
@@ -644,10 +633,11 @@ def main() -> None:
             evaluator.load_weights(full_weights(policy), version="evaluation")
         return heldout_accuracy(evaluator, cfg, data.heldout)
 
-    def save(step: int) -> None:
+    def save() -> None:
+        nonlocal saved
         save_checkpoint(
             out,
-            step,
+            done,
             policy,
             optimizer,
             schedule,
@@ -655,18 +645,42 @@ def main() -> None:
             group_size=cfg.group_size,
             keep=cfg.keep_checkpoints,
         )
+        saved = done
+
+    def save_before_the_end() -> None:
+        """Save the weights of step `done` if they are there, and not saved yet."""
+        updates = done * cfg.passes * cfg.minibatches
+        is_between_steps = schedule.last_epoch == updates
+        if done == saved or not is_between_steps:
+            return
+        try:
+            save()
+        except NotSaved as error:  # What ends the run is said after it.
+            say(str(error))
+
+    def stop_if_asked() -> None:
+        signal_number = agreed_signal(signals)
+        if signal_number > 0:
+            go_on = "--resume goes on" if done > 0 else "nothing is lost"
+            raise Refused(
+                f"stopped by signal {signal_number} after step {done}: {go_on}"
+            )
 
     sync(version=str(done))
     probe = SyncProbe(engine, policy, data.train.prompts)
     if not cfg.resume:
         log.begin(evaluation())
     first_step = done + 1
+    # Batches from here on are sampled by this process, by weights `done` or newer.
+    first_sampled = first_step + len(queue)
+    oldest_weights = done
     try:
         for step in range(first_step, cfg.steps + 1):
             # 1 rollout and 2 reward. `lag` batches wait in the queue behind the next
-            # one; the first step fills it.
-            while len(queue) <= cfg.lag:
-                sampled_for = step + len(queue)
+            # one, but none that no step of this run will use. The first step fills it.
+            last_sampled = min(step + cfg.lag, cfg.steps)
+            for sampled_for in range(step + len(queue), last_sampled + 1):
+                stop_if_asked()
                 with log.phase("rollout"):
                     rollouts = sample_step(engine, cfg, sampled_for, data.train.prompts)
                 with log.phase("reward"):
@@ -675,8 +689,11 @@ def main() -> None:
             engine.sleep()
             # 3 update
             rollouts = queue[0]
-            expected = str(weights_that_sample(cfg, step))
-            if rollouts.weight_version != expected:
+            expected = weights_that_sample(cfg, step)
+            if step >= first_sampled:
+                # A run that was to end here, and goes on, has no older ones any more.
+                expected = max(expected, oldest_weights)
+            if rollouts.weight_version != str(expected):
                 raise Refused(
                     f"step {step}: the batch is of weights {rollouts.weight_version}, "
                     f"not of weights {expected}: was a sync left out?"
@@ -707,22 +724,24 @@ def main() -> None:
                 save_model(policy, data.tokenizer, out / "model")
             log.step(step, rollouts, history, accuracy)
             if cfg.save_every and (is_last or step % cfg.save_every == 0):
-                save(step)
+                save()
             if step % PROBE_EVERY == 0:
                 probe.check(engine, policy, step)
-            stopped_by = agreed_signal(signals)
-            if stopped_by and not is_last:
-                raise Refused(
-                    f"stopped by signal {stopped_by} after step {step}: --resume goes "
-                    "on"
-                )
-    except (Refused, FloatingPointError):
-        # All ranks are here. The weights are those of step `done`, unless some of the
-        # updates of the next step have been made.
-        updates = done * cfg.passes * cfg.minibatches
-        if schedule.last_epoch == updates and done >= first_step:
-            save(done)
+            if not is_last:
+                stop_if_asked()
+    except NotSaved:
         raise
+    except Exception as error:
+        # These two come on all ranks at once. After another error only a rank that is
+        # alone knows that all are here.
+        all_are_here = isinstance(error, (Refused, FloatingPointError))
+        if all_are_here or dist.get_world_size() == 1:
+            save_before_the_end()
+        raise
+    finally:
+        if lock is not None:
+            lock.close()
+        end_watch()
     if rank == 0:
         log.finish()
     engine.close()
@@ -731,10 +750,13 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, FloatingPointError, OneRankFailed) as error:
-        rank = int(os.environ.get("RANK", 0))
-        where = f"rank {rank}: " if rank > 0 else ""
-        print(f"train.py: {where}{error}", file=sys.stderr, flush=True)
+    except (Refused, FloatingPointError, OneRankFailed, OSError) as error:
+        say(str(error))
+        sys.exit(1)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        say("another rank has ended, and so does this one: it says why, or was killed")
         sys.exit(1)
     except KeyboardInterrupt:  # before there was a step to finish
         sys.exit(130)

@@ -3,23 +3,31 @@ leaves.
 
 No random state is saved, for none matters: the order of the problems, the minibatches
 and the sampling noise are pure functions of (seed, step), and nothing else draws.
+
+A checkpoint is a folder: the weights and the moments, in shards that any number of
+ranks can read, and progress.pt, all the rest.
 """
 
 import json
 import shutil
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from support.flags import Refused
+from support.safe_load import SafePlanner, SafeReader
 
 # Fields of a configuration that a resumed run may change, as it does not learn from
 # them. (Those that size the batches of a forward pass change rounding, and nothing
@@ -90,6 +98,10 @@ def check_resume(out_dir: str, steps: int, config: dict[str, Any]) -> None:
         )
 
 
+class NotSaved(Refused):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
 def save_checkpoint(
     out: Path,
     step: int,
@@ -105,27 +117,95 @@ def save_checkpoint(
 
     `queue` holds this rank's rollout.Rollouts that were sampled and not yet used.
     A folder has its name only when it is complete: a run may be killed at any moment.
+    Raises NotSaved on all ranks where it cannot be written, as on a full disk, or where
+    a weight is not finite: a run that went on from it would stop at once.
     """
-    rank = dist.get_rank()
     unfinished = out / "checkpoints" / "unfinished"
-    if rank == 0 and unfinished.exists():  # of a run that was killed
-        shutil.rmtree(unfinished)
-    dist.barrier()
-    weights, moments = get_state_dict(policy, optimizer)
-    state = {"policy": weights, "optimizer": moments, "schedule": schedule.state_dict()}
-    queues: list | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object(list(queue), queues)
-    if queues is not None:
-        # On rank 0 alone: of a key that all ranks have, any one's value may be written.
-        state["step"] = step
-        state["queue"] = [
-            join_ranks(of_step, group_size) for of_step in zip(*queues, strict=True)
-        ]
-    dcp.save(state, checkpoint_id=unfinished)
-    if rank == 0:
+    if not is_finite(policy):
+        raise NotSaved(
+            f"a weight is not finite, so there is no checkpoint of step {step}; "
+            f"{newest_of(checkpoints(out))}"
+        )
+
+    def write_progress() -> None:
+        progress = {
+            "step": step,
+            "schedule": schedule.state_dict(),
+            "queue": [vars(rollouts) for rollouts in joined_queue],
+        }
+        content = BytesIO()
+        torch.save(progress, content)
+        (unfinished / "progress.pt").write_bytes(content.getvalue())
+
+    def give_its_name() -> None:
         unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
         for old in checkpoints(out)[:-keep]:
             shutil.rmtree(old.rename(unfinished))
+
+    joined_queue = gather_queue(queue, group_size)
+    weights, moments = get_state_dict(policy, optimizer)
+    state = {"policy": weights, "optimizer": moments}
+    try:
+        on_rank_0(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        dcp.save(state, checkpoint_id=unfinished)
+        on_rank_0(write_progress)
+        on_rank_0(give_its_name)
+    except (CheckpointException, OSError) as error:
+        # What there is of it would only fill the disk.
+        on_rank_0(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        raise NotSaved(
+            f"the checkpoint of step {step} cannot be written: {reason(error)}; "
+            f"{newest_of(checkpoints(out))}"
+        ) from error
+
+
+def is_finite(policy: torch.nn.Module) -> bool:
+    """Whether every weight is a finite number, on all ranks. A collective."""
+    finite = torch.tensor(1)
+    for weight in policy.parameters():
+        mine = weight.to_local() if isinstance(weight, DTensor) else weight
+        if not mine.isfinite().all():
+            finite.zero_()
+    dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite)
+
+
+def gather_queue(queue: deque[Any], group_size: int) -> list[Any]:
+    """The waiting rollouts of all ranks, on rank 0; [] on the others. A collective."""
+    is_writer = dist.get_rank() == 0
+    queues: list | None = [None] * dist.get_world_size() if is_writer else None
+    dist.gather_object(list(queue), queues)
+    if queues is None:
+        return []
+    return [join_ranks(of_step, group_size) for of_step in zip(*queues, strict=True)]
+
+
+def on_rank_0(act: Callable[[], Any]) -> None:
+    """Have rank 0 do something with files. Raises its OSError on all ranks, too."""
+    failure: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            act()
+        except OSError as error:
+            failure = [error]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line; of torch's report on all ranks, the first's."""
+    if isinstance(error, CheckpointException):
+        error, _ = error.failures[min(error.failures)]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
+def newest_of(complete: list[Path]) -> str:
+    """What a run can go on from."""
+    if not complete:
+        return "there is no other one"
+    return f"the newest complete one is {complete[-1]}"
 
 
 def load_checkpoint(
@@ -134,36 +214,48 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
     queue: deque[Any],
+    *,
     group_size: int,
+    rollouts_type: type,
 ) -> int:
     """Restore the newest complete checkpoint in place; returns the number of steps
     done.
 
     It may have been written by another number of ranks: each takes the groups that it
-    would have sampled.
+    would have sampled. `rollouts_type` is rollout.Rollouts. A collective. Raises
+    Refused where the checkpoint cannot be read.
     """
+    *older, newest = checkpoints(out)
     weights, moments = get_state_dict(policy, optimizer)
-    state = {
-        "policy": weights,
-        "optimizer": moments,
-        "schedule": schedule.state_dict(),
-        "step": 0,
-        "queue": [],
-    }
-    dcp.load(state, checkpoint_id=checkpoints(out)[-1])
+    state = {"policy": weights, "optimizer": moments}
+    try:
+        dcp.load(state, storage_reader=SafeReader(newest), planner=SafePlanner())
+        progress = torch.load(newest / "progress.pt", weights_only=True)
+    except (CheckpointException, Exception) as error:
+        # torch has many kinds of errors for a file that ends early, or is no such file.
+        raise Refused(
+            f"--resume: {newest} cannot be read: {reason(error)}; without it, "
+            f"{newest_of(older)}: remove {newest.name} to go on from there"
+        ) from error
     set_state_dict(
         policy,
         optimizer,
         model_state_dict=state["policy"],
         optim_state_dict=state["optimizer"],
     )
-    schedule.load_state_dict(state["schedule"])
+    schedule.load_state_dict(progress["schedule"])
     rank, world = dist.get_rank(), dist.get_world_size()
-    for rollouts in state["queue"]:
-        responses = range(len(rollouts.text))
-        mine = [row for row in responses if row // group_size % world == rank]
-        queue.append(rollouts.rows(mine))
-    return state["step"]
+    for fields in progress["queue"]:
+        rollouts = rollouts_type(**fields)
+        queue.append(share_of_rank(rollouts, group_size, rank, world))
+    return progress["step"]
+
+
+def share_of_rank(rollouts: Any, group_size: int, rank: int, world: int) -> Any:
+    """The groups of a step that rank r of w samples itself: r, r + w, r + 2w, ..."""
+    responses = range(len(rollouts.text))
+    mine = [row for row in responses if row // group_size % world == rank]
+    return rollouts.rows(mine)
 
 
 def join_ranks(rollouts_of_rank: tuple[Any, ...], group_size: int) -> Any:

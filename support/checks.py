@@ -1,13 +1,14 @@
 """What is refused before anything slow is built, and what batches are checked for."""
 
+import fcntl
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from support.checkpoints import check_resume
+from support.checkpoints import check_resume, checkpoints, on_rank_0, steps_done
 from support.flags import Refused
 from support.log import check_reporter
 
@@ -38,10 +39,41 @@ def check_run(cfg: Any) -> None:
     check_reporter(cfg.report_to)
     if cfg.resume:
         check_resume(cfg.out_dir, cfg.steps, cfg.model_dump())
-    elif cfg.out_dir and Path(cfg.out_dir, "config.json").exists():
+    elif cfg.out_dir and holds_a_run(Path(cfg.out_dir)):
         raise Refused(
             f"{cfg.out_dir} holds another run: choose another out_dir, or --resume"
         )
+
+
+def holds_a_run(out: Path) -> bool:
+    """Whether there is a step to lose. A run that failed before its first has none."""
+    return steps_done(out) > 0 or bool(checkpoints(out))
+
+
+def claim_folder(out: Path) -> TextIO | None:
+    """Make out_dir this run's, for as long as the returned file is open: a collective.
+
+    The system closes it when the process ends, however it does. None on other ranks
+    than 0, which writes. Raises Refused where another process has it.
+    """
+    lock = None
+
+    def take() -> None:
+        nonlocal lock
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / "lock", "a")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    try:
+        on_rank_0(take)
+    except BlockingIOError as error:
+        raise Refused(
+            f"{out} is being written to by another run: choose another out_dir, or "
+            "wait until it has ended"
+        ) from error
+    except OSError as error:
+        raise Refused(f"out_dir {out} cannot be written to: {error}") from error
+    return lock
 
 
 def check_tensor_parallel(rollout_tp: int) -> None:

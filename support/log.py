@@ -68,9 +68,11 @@ class Log:
         self.seconds: dict[str, float] = defaultdict(float)
         if dist.get_rank() > 0:
             return
-        if done > 0:
-            for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            if done > 0:
                 keep_steps(out / name, done)
+            else:  # of a run that failed before its first step
+                (out / name).unlink(missing_ok=True)
         self.report = reporter(out, report_to, config, done)
 
     @contextmanager
@@ -171,6 +173,12 @@ class Log:
         """The final table and curves.png, from metrics.jsonl."""
         rows = [json.loads(line) for line in open(self.out / "metrics.jsonl")]
         before, after, steps = rows[0], rows[-1], rows[1:]
+        if before["step"] > 0:
+            raise Refused(
+                f"{self.out}/metrics.jsonl begins at step {before['step']}, as the "
+                "file was removed during the run: there is no table and no curves.png, "
+                "but model/ is there"
+            )
         print(f"\n{'':24}  before   after")
         for name, title in zip(ACCURACIES, ("sampled", "greedy"), strict=True):
             print(f"held-out pass@1, {title:7}{before[name]:8.3f}{after[name]:8.3f}")

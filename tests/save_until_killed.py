@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from policy import build_policy
-from rollout import init_distributed
+from rollout import Rollouts, init_distributed
 from support.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 
 
@@ -31,7 +31,7 @@ def save_on(folder: Path) -> None:
     state = (policy, optimizer, schedule, deque())
     step = 0
     if checkpoints(folder):
-        step = load_checkpoint(folder, *state, group_size=8)
+        step = load_checkpoint(folder, *state, group_size=8, rollouts_type=Rollouts)
         assert checkpoints(folder)[-1].name == f"step-{step:06d}"
         for weight in policy.parameters():
             assert (weight.full_tensor() == step).all()

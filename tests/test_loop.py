@@ -7,8 +7,9 @@ wrong_loops.py has the faults.
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from eval import EvalConfig, evaluate, load_benchmarks
 from loss import OBJECTIVES
 from policy import Policy, build_policy, full_weights
 from rollout import Rollouts
+from support.checkpoints import load_checkpoint, save_checkpoint
 from support.flags import find_objective
 from support.prompts import Split
 from train import (
@@ -497,6 +499,34 @@ def test_logp_prox_is_of_the_policy_before_the_first_update_on_the_batch(
     assert (updated.rollouts.logp_behavior - before).abs().max() > 0.1
 
 
+def test_the_objective_gets_the_kl_over_the_k_likeliest_tokens(
+    stale_batch, moved, group
+):
+    given = []
+    p3o = OBJECTIVES["p3o"]
+
+    def recording(*tensors: torch.Tensor, **keywords: Any) -> Any:
+        given.append(keywords["kl"])
+        return p3o.loss(*tensors, **keywords)
+
+    policy = build_policy(moved, group)
+    rows = list(range(16))
+    objective = replace(p3o, loss=recording)
+    accumulate_gradient(policy, stale_batch, rows, objective, Config(**BATCH), 1)
+    with torch.no_grad():
+        _, top_logp = policy(stale_batch)
+    # tiny has 20 tokens, and all of them are listed: the sum over the vocabulary.
+    difference = top_logp - stale_batch.top_logp_behavior
+    expected = (top_logp.exp() * difference).sum(dim=-1)
+    [kl] = given
+    assert kl is not None
+    assert expected[stale_batch.mask].mean() > 0.01
+    mean = expected[stale_batch.mask].mean()
+    # A micro-batch has its rows in another order, and the same mean.
+    mean_given = float(kl.detach().sum() / stale_batch.mask.sum())
+    assert mean_given == pytest.approx(float(mean), rel=1e-4)
+
+
 def test_a_run_of_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(
     train_here,
 ):
@@ -532,6 +562,44 @@ def test_the_weights_on_their_way_out_are_those_after_the_last_update(
     assert sorted(sent) == sorted(tiny)
     for name, weight in sent.items():
         assert torch.allclose(weight, tiny[name] + 1.0, atol=1e-6), name
+
+
+# A checkpoint, between two steps
+
+
+def test_a_resumed_trainer_makes_the_next_step_of_the_one_that_saved(
+    stale_batch, moved, group, tmp_path
+):
+    # AdamW's second step depends on the moments of the first, and the warm-up on how
+    # many steps there were.
+    cfg = Config(**BATCH, minibatches=1, warmup_steps=5, learning_rate=1e-2)
+
+    def second_step(policy: Policy, optimizer: Any, schedule: Any) -> list[dict]:
+        rollouts = stale_batch.rows(list(range(16)))
+        p3o = OBJECTIVES["p3o"]
+        return update(
+            policy, optimizer, schedule, rollouts, p3o, cfg, 2, is_first=False
+        )
+
+    policy = build_policy(moved, group)
+    optimizer, schedule = build_optimizer(policy, cfg)
+    first = stale_batch.rows(list(range(16)))
+    update(policy, optimizer, schedule, first, OBJECTIVES["p3o"], cfg, 1, is_first=True)
+    state = (policy, optimizer, schedule)
+    save_checkpoint(tmp_path, 1, *state, deque(), group_size=4, keep=1)
+    [stats] = second_step(*state)
+    after_second = weight_vector(policy)
+
+    other = build_policy("tiny", group)
+    resumed = (other, *build_optimizer(other, cfg))
+    done = load_checkpoint(
+        tmp_path, *resumed, deque(), group_size=4, rollouts_type=Rollouts
+    )
+    assert done == 1
+    [resumed_stats] = second_step(*resumed)
+    assert stats["learning_rate"] == pytest.approx(2 / 5 * 1e-2)
+    assert resumed_stats == pytest.approx(stats, rel=1e-6)
+    assert torch.allclose(weight_vector(other), after_second, rtol=0, atol=1e-6)
 
 
 # 5 evaluate

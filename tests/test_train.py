@@ -691,6 +691,7 @@ def test_a_bad_task_file_is_named_with_its_line(lines, sentence, tmp_path, monke
 
 def test_the_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(Refused, match="holds another run"):
         check_run(Config(out_dir=str(tmp_path)))
     assert (tmp_path / "config.json").read_text() == "{}"
