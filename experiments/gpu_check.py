@@ -1,9 +1,9 @@
 """What engine and trainer do on this machine's GPUs: mismatch, memory and speed.
 
     make gpu-check
-    torchrun --standalone experiments/gpu_check.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    torchrun --standalone experiments/gpu_check.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --prompts_per_step 64 --max_response_tokens 256 --kv_cache_gb 8
-    torchrun --nproc-per-node 8 experiments/gpu_check.py \
+    torchrun --nproc-per-node 8 experiments/gpu_check.py \\
         --config recipes/gsm8k-8gpu.yaml
 
 It runs two steps of train.py's loop, of one update each, with any flags of train.py and
