@@ -1,9 +1,9 @@
-# make train       set up .venv (once), train the embedded default: 3 minutes on two cores
+# make train       set up .venv (once), train the embedded policy: 3 minutes on two cores
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
-# make reproduce   a reduced grid of the paper's experiments and its figures: 23 minutes
+# make reproduce   a reduced grid of the paper's experiments, with its figures: 25 minutes
 # make bench       the benchmark of experiments/bench.py
-# make gpu-check   mismatch, memory and speed on this machine's GPU: minutes; nothing on a CPU
+# make gpu-check   mismatch, memory and speed on this machine's GPU; nothing on a CPU
 # make lint        ruff
 
 PYTHON ?= python3
@@ -34,8 +34,18 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# The CPU build of torch is not in every registry under its name: uv knows where its makers keep it.
+# What cannot work is said before anything is installed. vLLM has wheels for Linux, and
+# the pinned versions have them for these Pythons.
+SUPPORTED := import platform, sys; sys.exit( \
+    platform.system() != "Linux" or platform.machine() != "x86_64" \
+    or not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+# The CPU build of torch is not in every registry under its name: uv knows where its makers
+# keep it.
 .venv/installed: $(REQUIREMENTS)
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo "p3o: this needs Linux on x86-64 and Python \
+	3.11 to 3.13, for which vLLM has wheels; PYTHON=python3.12 make ... picks another \
+	Python"; exit 1; }
 	$(PYTHON) -m venv .venv
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(BIN)/pip install -q torch==2.13.0+cpu || { $(BIN)/pip install -q uv && \

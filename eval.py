@@ -1,8 +1,7 @@
 """Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
 
     python eval.py --model runs/NAME --task tiny --samples 8
-    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k
-    math
+    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k math
 
 pass@k is the probability that at least one of k samples is right. From n >= k samples,
 c of them right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv
@@ -29,6 +28,7 @@ from scipy.stats import binomtest
 from reward import load_task, score
 from rollout import Engine, init_distributed, noise_seeds
 from support import results
+from support.checks import check_tensor_parallel
 from support.flags import (
     Count,
     Flags,
@@ -122,7 +122,9 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
         problems_with = np.bincount(counts, minlength=n + 1)  # [n + 1]: problems by c
         share = problems_with / len(counts)
         drawn = noise.multinomial(len(counts), share, RESAMPLES)
-        values[task] = share @ pass_table  # [n]: by k
+        # Whole numbers of problems add up without rounding, so that where every problem
+        # is solved the value is 1, and not 1 - 1e-16.
+        values[task] = problems_with @ pass_table / len(counts)  # [n]: by k
         resamples[task] = drawn @ pass_table / len(counts)  # [RESAMPLES, n]
 
     def with_interval(value: np.ndarray, drawn: np.ndarray, problems: int) -> dict:
@@ -149,8 +151,8 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
             fewest,
         ),
         "intervals": (
-            f"95%: bootstrap, {RESAMPLES} resamples of the problems, seed 0, percentiles; "
-            "exact binomial where all problems are alike"
+            f"95%: bootstrap, {RESAMPLES} resamples of the problems, seed 0, "
+            "percentiles; exact binomial where all problems are alike"
         ),
     }
 
@@ -205,8 +207,8 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
     """
     if 0 < cfg.temperature < 0.01:
         raise Refused(
-            f"temperature is {cfg.temperature}: give 0 (greedy) or at least 0.01, which vLLM "
-            "would use instead"
+            f"temperature is {cfg.temperature}: give 0 (greedy), or at least the 0.01 "
+            "that vLLM would use instead"
         )
     if cfg.dtype == "auto":
         cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -218,11 +220,7 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
         )
     if len(set(cfg.task)) < len(cfg.task):
         raise Refused(f"a task is given twice: {' '.join(cfg.task)}")
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if ranks_of_node % cfg.rollout_tp:
-        raise Refused(
-            f"rollout_tp is {cfg.rollout_tp}: it has to divide a node's {ranks_of_node} ranks"
-        )
+    check_tensor_parallel(cfg.rollout_tp)
     of_run = Path(cfg.model, "model")
     model = str(of_run) if of_run.is_dir() else cfg.model
     try:
@@ -294,10 +292,8 @@ def main() -> None:
                 results.append(out / "problems.jsonl", task, first, counts)
                 done = correct[task]
                 pass_at_1 = sum(done) / len(done) / cfg.samples
-                print(
-                    f"{task}: {len(done)} of {len(split.problems)}, pass@1 {pass_at_1:.3f}",
-                    flush=True,
-                )
+                progress = f"{task}: {len(done)} of {len(split.problems)}"
+                print(f"{progress}, pass@1 {pass_at_1:.3f}", flush=True)
     if rank == 0:
         report = results.write_report(
             out, settings, estimate(correct, cfg.samples), correct

@@ -88,17 +88,18 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
 
     logp and logp_behavior, both [..., K], are log-probabilities of the same K different
     tokens of a position. The KL of (12) sums over the whole vocabulary. To put tokens
-    into one bucket can only lower it (log-sum inequality), so this is a lower bound,
-    which grows with K and is the KL itself when K is the vocabulary. Its gradient goes
-    to logp, through the bucket as well.
+    into one bucket can only lower it (log-sum inequality), so this is a lower bound. It
+    grows with K, and is the KL itself when K is the vocabulary. Its gradient goes to
+    logp, through the bucket as well.
 
     The bucket's probability is one less the sum of the others: where they hold nearly
     all, nothing but the rounding of float32 logarithms, about 1e-6. So it counts as at
-    least REST_FLOOR, for both policies. That can only lower the result, by p log(p/b) -
-    p + b at most, for true probabilities p and b of the bucket of which one is below
-    the floor. Two buckets below the floor add nothing. One of pi_theta's below it has
-    no gradient, which was less than REST_FLOOR |log(p/b)| times the bucket's score.
-    +inf where pi_theta has probability on a listed token that pi_b never samples.
+    least REST_FLOOR, for both policies. For true probabilities p and b of the bucket
+    that lowers the value, by p log(p/b) - p + b at most. Two buckets below the floor
+    add nothing. If pi_theta's is below it, the bucket has no gradient, which was less
+    than REST_FLOOR |log(p/b)| times its score. If only pi_b's is below it, the gradient
+    is p log(p/REST_FLOOR) times the score, a weaker pull than p log(p/b). +inf where
+    pi_theta has probability on a listed token that pi_b never samples.
     """
     logp = logp.double()
     logp_behavior = logp_behavior.detach().double()
@@ -106,8 +107,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b = logp_behavior.exp()
     p_rest = (1 - p.sum(dim=-1)).clamp(min=REST_FLOOR)
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
-    # A token that neither policy can sample adds nothing, not -inf less -inf.
-    log_ratio = torch.where(logp > -torch.inf, logp - logp_behavior, 0.0)
+    # A token that pi_theta cannot sample adds nothing, whatever its log-ratio.
+    log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
     # Over all tokens -p + b adds up to nothing. Term by term it makes each one 0 or
     # more, and takes out that rounded probabilities do not quite sum to one.
     listed = (p * log_ratio - p + b).sum(dim=-1)
@@ -247,7 +248,9 @@ def check_tokens(
 def batch_mean(
     loss: Tensor, parts: dict[str, Tensor], mask: Tensor, token_count: int | None
 ) -> Loss:
-    """The sum of `loss` [N, T] over its tokens, by token_count; the same of the parts."""
+    """The sum of `loss` [N, T] over its tokens, divided by token_count; so of the
+    parts.
+    """
     if token_count is None:
         token_count = int(mask.sum())
         if token_count == 0:
@@ -270,7 +273,7 @@ def check_rows(good: Tensor, what: str) -> None:
     if not good.all():
         row = int((~good).any(dim=-1).nonzero()[0])
         raise FloatingPointError(
-            f"{what} in response {row}: look at the alignment of tokens and the weight sync"
+            f"{what} in response {row}: look at the alignment of tokens and the sync"
         )
 
 
@@ -287,7 +290,7 @@ class Batch(NamedTuple):
 
 
 def token_count_of(batch: Batch, **hyper_parameters: Any) -> dict[str, Any]:
-    """All that a loss has to know of the whole batch if it is a mean over its tokens."""
+    """What a loss has to know of the whole batch if it is a mean over its tokens."""
     return {"token_count": batch.token_count}
 
 
@@ -340,9 +343,8 @@ def main() -> None:
     advantage = torch.ones(1)
     mask = torch.ones(1, 4, dtype=torch.bool)
     logp_behavior = torch.full((1, 4), 0.5).log()
-    print(
-        f"{'rho of four tokens, A = 1':34}    e_B   KL weight   weight of the last token"
-    )
+    title = "rho of four tokens, A = 1"
+    print(f"{title:34}    e_B   KL weight   weight of the last token")
     for name, ratios in batches.items():
         log_ratio = torch.tensor([ratios]).log()
         logp = (logp_behavior + log_ratio).requires_grad_()
@@ -351,9 +353,7 @@ def main() -> None:
         loss.backward()
         weight = -4 * logp.grad[0, -1].item()
         batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"
-        print(
-            f"{batch:34} {ess:6.3f}      {1 - ess:6.3f}                     {weight:6.3f}"
-        )
+        print(f"{batch:34} {ess:6.3f}      {1 - ess:6.3f}  {weight:25.3f}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """P3O end to end: sample with vLLM, check the answers, update the policy, sync the
 weights.
 
-    torchrun train.py                               # the embedded default, on two CPU
-    cores torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
-    --out_dir runs/8gpu
+    torchrun train.py                # the embedded default, on two CPU cores
+    torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
 
-`main` is the loop, `accumulate_gradient` computes the gradient of one batch B. A run
+`main` is the loop; `accumulate_gradient` computes the gradient of one batch B. A run
 writes out_dir/{config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoints/,
-model/}. Steps are numbered from 1: weights "7" are those after step 7, weights "0" the
-initial ones.
+model/}. Steps are numbered from 1: weights "7" are those after step 7, and weights "0"
+are the initial ones.
 """
 
 import json
@@ -19,8 +18,9 @@ import signal
 import sys
 import time
 from collections import defaultdict, deque
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 if "--verbose" not in sys.argv:
     # torch reads it when it is imported.
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
 
 from eval import evaluate
 from loss import (
@@ -46,17 +47,18 @@ from policy import Policy, build_policy, full_weights
 from reward import load_task, score
 from rollout import Engine, Rollouts, init_distributed, noise_seeds
 from support.checkpoints import (
-    check_resume,
     load_checkpoint,
     save_checkpoint,
     save_model,
     write_whole,
 )
+from support.checks import check_on_policy, check_run
 from support.flags import (
     Amount,
     Count,
     Flags,
     NamedValues,
+    OneRankFailed,
     PositiveAmount,
     PositiveCount,
     Probability,
@@ -65,7 +67,8 @@ from support.flags import (
     find_objective,
     parse_flags,
 )
-from support.log import Log, check_reporter
+from support.log import Log
+from support.probe import PROBE_EVERY, SyncProbe
 from support.prompts import Split, check_model, encode_problems
 from support.tasks import task_of
 
@@ -90,7 +93,7 @@ class Config(Flags):
     """divide the advantage by its group's standard deviation"""
 
     # The batch
-    steps: PositiveCount = 80
+    steps: PositiveCount = 60
     """rollout batches to learn from"""
     prompts_per_step: PositiveCount = 32
     """prompts of a rollout batch, over all ranks"""
@@ -98,7 +101,7 @@ class Config(Flags):
     """G, the responses to a prompt"""
     passes: PositiveCount = 1
     """how often a rollout batch is gone through"""
-    minibatches: PositiveCount = 1
+    minibatches: PositiveCount = 2
     """optimizer steps of a pass; the batch B of each is a minibatch"""
 
     # The rollouts
@@ -166,32 +169,35 @@ class Config(Flags):
     """show the messages of vLLM and torch"""
 
 
+@lru_cache(maxsize=2)
+def shuffled_epoch(seed: int, epoch: int, problem_count: int) -> list[int]:
+    """The order of the problems in an epoch."""
+    return random.Random(f"{seed} {epoch}").sample(range(problem_count), problem_count)
+
+
 def problems_of_step(cfg: Config, step: int, problem_count: int) -> list[int]:
-    """Which problems are sampled for a step: slices of epochs, each shuffled by the
-    seed.
-    """
+    """Which problems are sampled for a step: the next ones of the shuffled epochs."""
     first = (step - 1) * cfg.prompts_per_step
     problems = []
     for place in range(first, first + cfg.prompts_per_step):
         epoch, place_in_epoch = divmod(place, problem_count)
-        order = random.Random(f"{cfg.seed} {epoch}").sample(
-            range(problem_count), problem_count
-        )
-        problems.append(order[place_in_epoch])
+        problems.append(shuffled_epoch(cfg.seed, epoch, problem_count)[place_in_epoch])
     return problems
 
 
 def weights_that_sample(cfg: Config, step: int) -> int:
-    """The weights that sample the batch of a step: of the step before, or `lag`
-    earlier.
-    """
+    """Which weights sample a step's batch: those of `lag` steps before the newest."""
     return max(0, step - 1 - cfg.lag)
 
 
 def sample_step(
     engine: Engine, cfg: Config, step: int, prompts: list[list[int]]
 ) -> Rollouts:
-    """1 rollout: this rank's share of the responses for a step. A collective."""
+    """1 rollout: this rank's share of the responses for a step. A collective.
+
+    Rank r of w has groups r, r + w, r + 2w, ... of the step. The noise of a group
+    depends on its place alone, so the samples are the same for any number of ranks.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     problems = problems_of_step(cfg, step, len(prompts))
     seeds = noise_seeds(
@@ -212,26 +218,25 @@ def sample_step(
 
 
 def add_reward(
-    rollouts: Rollouts, cfg: Config, step: int, train: Split, verifier: str
+    rollouts: Rollouts, cfg: Config, step: int, problems: list[dict[str, str]]
 ) -> None:
-    """2 reward: check each response, and compare it with its group."""
+    """2 reward: check each of this rank's responses, and compare it with its group."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    problems = problems_of_step(cfg, step, len(train.problems))[rank::world]
     answers = []
-    for problem in problems:
-        answers += [train.problems[problem]["answer"]] * cfg.group_size
-    rollouts.reward = torch.tensor(score(rollouts.text, answers, verifier))  # [N]
+    for problem in problems_of_step(cfg, step, len(problems))[rank::world]:
+        answers += [problems[problem]["answer"]] * cfg.group_size
+    reward = score(rollouts.text, answers, task_of(cfg.task).verifier)
+    rollouts.reward = torch.tensor(reward)  # [N]
     groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
-    rollouts.advantage = group_advantage(
-        groups, cfg.scale_advantage
-    ).flatten()  # (3), [N]
+    advantage = group_advantage(groups, cfg.scale_advantage)  # (3), [P, G]
+    rollouts.advantage = advantage.flatten()  # [N]
 
 
 def minibatches_of_pass(cfg: Config, step: int, number: int) -> list[list[int]]:
     """This rank's rows of each minibatch of a pass over the rollouts.
 
-    A minibatch has whole groups, by their place in the step: it is the same set of
-    responses on any number of ranks.
+    A minibatch has whole groups, by their place in the step: on any number of ranks it
+    is the same set of responses.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     shuffle = random.Random(f"{cfg.seed} {step} {number}")
@@ -241,8 +246,8 @@ def minibatches_of_pass(cfg: Config, step: int, number: int) -> list[list[int]]:
         rows = []
         for group in groups[minibatch :: cfg.minibatches]:
             if group % world == rank:  # as in sample_step
-                first = group // world * cfg.group_size
-                rows += range(first, first + cfg.group_size)
+                first_row = group // world * cfg.group_size
+                rows += range(first_row, first_row + cfg.group_size)
         minibatches.append(rows)
     return minibatches
 
@@ -253,52 +258,55 @@ def micro_batches(
     """The rows in micro-batches of at most max_tokens each, padding included.
 
     Every rank gets equally many, some of them perhaps empty: FSDP needs all ranks in
-    every forward pass.
+    every forward pass. A collective.
     """
     length = (rollouts.prompt_length + rollouts.mask.sum(dim=1)).tolist()
     micros: list[list[int]] = [[]]
-    for row in sorted(
-        rows, key=length.__getitem__
-    ):  # so each row is the longest so far
+    # By length, to pad little; so each row is the longest so far, and pads the others.
+    for row in sorted(rows, key=length.__getitem__):
         if micros[-1] and (len(micros[-1]) + 1) * length[row] > max_tokens:
             micros.append([])
         micros[-1].append(row)
     most = torch.tensor(len(micros))
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    micros += [[] for _ in range(int(most) - len(micros))]
+    for _ in range(int(most) - len(micros)):
+        micros.append([])
     return micros
 
 
-def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor]) -> Batch:
-    """The whole batch B, from the micro-batches of all ranks and their log pi_theta."""
-    columns = max(logp.shape[1] for logp in logps)
-    rows = sum(logp.shape[0] for logp in logps)
-    size = torch.tensor([rows, columns])
-    dist.all_reduce(size, dist.ReduceOp.MAX)
-    rows, columns = size.tolist()
-    quantities = []  # [3, N_i, columns] each
+def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -> Batch:
+    """The whole batch B, from the micro-batches of all ranks and their log pi_theta.
+
+    A collective. Raises FloatingPointError, on all ranks, with the first response that
+    has a ratio or an advantage that cannot be used.
+    """
+    my_rows = sum(logp.shape[0] for logp in logps)
+    my_columns = max(logp.shape[1] for logp in logps)
+    shape = torch.tensor([my_rows, my_columns])
+    dist.all_reduce(shape, dist.ReduceOp.MAX)  # Every rank is padded to the largest.
+    rows, columns = shape.tolist()
+    stacks = []
     for micro, logp in zip(micros, logps, strict=True):
         log_ratio = logp.detach() - micro.logp_behavior
         advantage = micro.advantage[:, None].expand_as(logp)
-        stacked = torch.stack([log_ratio, advantage, micro.mask])
-        quantities.append(pad(stacked, (0, columns - logp.shape[1])))
-    mine = torch.cat(quantities, dim=1)
+        stack = torch.stack([log_ratio, advantage, micro.mask])  # [3, N_i, T_i]
+        stacks.append(pad(stack, (0, columns - logp.shape[1])))
     mine = pad(
-        mine, (0, 0, 0, rows - mine.shape[1])
-    )  # [3, rows, columns] on every rank
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    log_ratio, advantage, mask = torch.cat(everyone, dim=1)  # [N, T] each
+        torch.cat(stacks, dim=1), (0, 0, 0, rows - my_rows)
+    )  # [3, rows, columns]
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
+    log_ratio, advantage, mask = torch.cat(of_ranks, dim=1)  # [N, T] each
     mask = mask.bool()
-    unusable = ~(log_ratio.abs() <= MAX_LOG_RATIO) | ~advantage.isfinite()
-    if (unusable & mask).any():
-        where = int((unusable & mask).any(dim=1).int().argmax())
-        rank, row = divmod(where, rows)
-        text = text_on_rank(rank, row, micros)
+
+    usable = (log_ratio.abs() <= MAX_LOG_RATIO) & advantage.isfinite() | ~mask
+    if not usable.all():
+        rank, row = divmod(int(usable.all(dim=1).int().argmin()), rows)
+        text = text_of_response(rank, row, micros)
         raise FloatingPointError(
-            f"rank {rank}: |log rho| is over {MAX_LOG_RATIO} nats, or the advantage not "
-            f"finite, in response {text!r}: look at the sync, the alignment of tokens, the "
-            "learning rate"
+            f"step {step}, rank {rank}: |log rho| is over {MAX_LOG_RATIO} nats, or the "
+            f"advantage is not finite, in response {text!r}: look at the sync, the "
+            "alignment of tokens, the learning rate"
         )
     return Batch(
         log_ratio=log_ratio,
@@ -309,8 +317,8 @@ def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor]) -> Batch:
     )
 
 
-def text_on_rank(rank: int, row: int, micros: list[Rollouts]) -> str:
-    """The text of a response of the minibatch, from the rank that has it. A collective."""
+def text_of_response(rank: int, row: int, micros: list[Rollouts]) -> str:
+    """The text of a rank's row of the minibatch, on every rank. A collective."""
     texts = [text for micro in micros for text in micro.text]
     text = [texts[row] if dist.get_rank() == rank else ""]
     dist.broadcast_object_list(text, src=rank)
@@ -320,7 +328,7 @@ def text_on_rank(rank: int, row: int, micros: list[Rollouts]) -> str:
 def kl_of_positions(
     top_logp: torch.Tensor, micro: Rollouts, cfg: Config
 ) -> torch.Tensor | None:
-    """KL(pi_theta || pi_b) at each position, [N, T], with its gradient; None if K is 0."""
+    """KL(pi_theta || pi_b) by position, with its gradient: [N, T]; None if K is 0."""
     if top_logp.shape[-1] == 0:
         return None
     top_logp_behavior = micro.top_logp_behavior
@@ -335,29 +343,29 @@ def accumulate_gradient(
     rows: list[int],
     objective: Objective,
     cfg: Config,
+    step: int,
 ) -> dict[str, float]:
     """Add the objective's gradient on one minibatch to the policy's; returns
     statistics.
 
     `rows` are this rank's. The batch B of (11) and (12) is the minibatch on all ranks:
     how it is divided into micro-batches and among ranks changes neither e_B nor the
-    gradient. Raises FloatingPointError, on all ranks, where a ratio or a loss is not
-    finite.
+    gradient. A collective. Raises FloatingPointError, on all ranks, where a ratio is
+    not finite, and OneRankFailed where a rank's loss is not.
     """
     device = next(policy.parameters()).device
     micros = [
         rollouts.rows(micro_rows, device)
         for micro_rows in micro_batches(rollouts, rows, cfg.micro_batch_tokens)
     ]
-    # e_B takes the ratios of the whole batch, and so a first pass without gradient,
-    # unless there is only one micro-batch: then its forward pass is kept for the
-    # gradient.
+    # e_B takes the ratios of the whole batch before any gradient: with several
+    # micro-batches that is a pass of its own. A single one keeps its graph for the
+    # loss.
     single = len(micros) == 1
     with torch.set_grad_enabled(single):
-        outputs = [
-            policy(micro) for micro in micros
-        ]  # log pi_theta: [N_i, T_i], [..., K]
-    batch = gather_batch(micros, [logp for logp, _ in outputs])
+        outputs = [policy(micro) for micro in micros]  # [N_i, T_i] and [N_i, T_i, K]
+    batch = gather_batch(micros, [logp for logp, _ in outputs], step)
+
     hyper_parameters = objective.hyper_parameters
     keywords = hyper_parameters | objective.batch_quantities(batch, **hyper_parameters)
     sums: dict[str, float] = defaultdict(float)
@@ -368,10 +376,13 @@ def accumulate_gradient(
             keywords["kl"] = kl
         if objective.takes_logp_prox:
             keywords["logp_prox"] = micro.logp_prox
-        loss, stats = objective(
-            logp, micro.logp_behavior, micro.advantage, micro.mask, **keywords
-        )
-        # FSDP averages gradients over the ranks; the loss is a sum over them.
+        try:
+            loss, stats = objective(
+                logp, micro.logp_behavior, micro.advantage, micro.mask, **keywords
+            )
+        except FloatingPointError as error:
+            raise OneRankFailed(f"step {step}: {error}") from error
+        # The losses of the ranks add up to (12), but FSDP averages their gradients.
         (loss * dist.get_world_size()).backward()
         for name, value in stats.items():
             sums[name] += float(value)
@@ -379,19 +390,16 @@ def accumulate_gradient(
             sums["kl"] += float(kl.detach()[micro.mask].sum()) / batch.token_count
     totals = torch.tensor(list(sums.values()), dtype=torch.float64)
     dist.all_reduce(totals)
-    stats = dict(zip(sums, totals.tolist(), strict=True))
-    return statistics_of(batch) | stats
+    return ratio_statistics(batch) | dict(zip(sums, totals.tolist(), strict=True))
 
 
-def statistics_of(batch: Batch) -> dict[str, float]:
+def ratio_statistics(batch: Batch) -> dict[str, float]:
     """e_B, and what the ratios of the whole batch look like."""
     log_ratio = batch.log_ratio[batch.mask].double().sort().values  # [|B|]
     last = batch.token_count - 1
-    low = log_ratio[last // 100]
-    high = log_ratio[last - last // 100]
-    # A single token can decide over e_B. Here the outer 1% at each end count as the
-    # next.
-    central = log_ratio.clamp(low, high)[None]
+    low, middle, high = log_ratio[[last // 100, last // 2, last - last // 100]]
+    # A single token can decide over e_B. Here the outer 1% at each end are drawn in.
+    central = log_ratio.clamp(low, high)[None]  # [1, |B|]
     central_ess = effective_sample_size(central, torch.ones_like(central).bool())
     return {
         "ess": batch.ess.item(),
@@ -399,49 +407,19 @@ def statistics_of(batch: Batch) -> dict[str, float]:
         "ratio": log_ratio.exp().mean().item(),
         "ratio_central": central.exp().mean().item(),
         "ratio_q1": low.exp().item(),
-        "ratio_q50": log_ratio[last // 2].exp().item(),
+        "ratio_q50": middle.exp().item(),
         "ratio_q99": high.exp().item(),
         "mismatch_mean": log_ratio.abs().mean().item(),
         "mismatch_max": log_ratio.abs().max().item(),
-        # From the sampled tokens; accumulate_gradient has a better one where K > 0.
+        # From the sampled tokens; accumulate_gradient has it from K tokens where K > 0.
         "kl": KL_ESTIMATORS["is"](log_ratio).mean().item(),
     }
-
-
-def check_on_policy(
-    cfg: Config, stats: dict[str, float], step: int, first: bool
-) -> None:
-    """Compare engine and trainer on a batch that should be on-policy.
-
-    Where no mismatch was asked for, the ratios before the update are those of rounding.
-    If most of them are not near 1, the run is refused in its first step; later, when
-    there is something to lose, it is warned of.
-    """
-    full = (
-        cfg.temperature == cfg.policy_temperature and cfg.top_p == 1 and cfg.top_k == 0
-    )
-    if not full or cfg.rollout_quantization != "none" or cfg.lag > 0:
-        return
-    if stats["ess_central"] >= 0.9 and abs(stats["ratio_central"] - 1) <= 0.1:
-        return
-    complaint = (
-        f"step {step}: a batch that should be on-policy has e_B {stats['ess_central']:.3f} and "
-        f"mean ratio {stats['ratio_central']:.3f} without its outer 2% of tokens, and mean "
-        f"|log rho| {stats['mismatch_mean']:.3f}: look at the weight sync (a tied head?), the "
-        "temperature, rollout_dtype, the alignment of tokens"
-    )
-    if first:
-        raise Refused(complaint)
-    if dist.get_rank() == 0:
-        print(f"warning: {complaint}", file=sys.stderr, flush=True)
 
 
 def score_before_update(
     policy: Policy, rollouts: Rollouts, cfg: Config
 ) -> torch.Tensor:
-    """log pi_theta of all responses before the step's first update: [N, T]. A
-    collective.
-    """
+    """log pi_theta of all responses before the step's first update: [N, T]."""
     device = next(policy.parameters()).device
     logp_prox = torch.zeros_like(rollouts.logp_behavior)
     rows = list(range(len(rollouts.text)))
@@ -460,28 +438,27 @@ def update(
     objective: Objective,
     cfg: Config,
     step: int,
-    first: bool,
+    is_first: bool,
 ) -> list[dict[str, float]]:
-    """3 update: all optimizer steps on one rollout batch; returns the statistics of
-    each.
+    """3 update: all optimizer steps on one rollout batch; the statistics of each.
+
+    Raises FloatingPointError on a number that is not finite. is_first: this process has
+    not made a step before, and nothing is lost if the batch is refused.
     """
     if objective.takes_logp_prox:
         rollouts.logp_prox = score_before_update(policy, rollouts, cfg)
     history = []
     for number in range(1, cfg.passes + 1):
         for rows in minibatches_of_pass(cfg, step, number):
-            try:
-                stats = accumulate_gradient(policy, rollouts, rows, objective, cfg)
-                norm = torch.nn.utils.clip_grad_norm_(
-                    policy.parameters(), cfg.max_grad_norm
-                )
-                stats["grad_norm"] = norm.full_tensor().item()
-                if not math.isfinite(stats["grad_norm"]):
-                    raise FloatingPointError("all ranks: the gradient is not finite")
-            except FloatingPointError as error:
-                raise FloatingPointError(f"step {step}, {error}") from error
+            stats = accumulate_gradient(policy, rollouts, rows, objective, cfg, step)
+            norm = torch.nn.utils.clip_grad_norm_(
+                policy.parameters(), cfg.max_grad_norm
+            )
+            stats["grad_norm"] = norm.full_tensor().item()
+            if not math.isfinite(stats["grad_norm"]):
+                raise FloatingPointError(f"step {step}: the gradient is not finite")
             if not history:
-                check_on_policy(cfg, stats, step, first)
+                check_on_policy(cfg, stats, step, is_first)
             stats["learning_rate"] = schedule.get_last_lr()[0]
             optimizer.step()
             schedule.step()
@@ -490,107 +467,156 @@ def update(
     return history
 
 
-def load_problems(
-    cfg: Config, split: str, tokenizer, room: int, limit: int = 0
-) -> Split:
-    """Problems and prompts of a split. A ValueError says what is wrong with them."""
-    return encode_problems(
-        load_task(cfg.task, split)[: limit or None],
-        tokenizer,
-        instruction=task_of(cfg.task).instruction,
-        room=room,
-        drop_long=cfg.max_prompt_tokens > 0,
-        name=f"{split} prompts of {cfg.task}",
+class Data(NamedTuple):
+    """The task as prompts of the model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Split
+    heldout: Split
+    longest: int  # tokens of the longest prompt with a response of full length
+
+
+def load_data(cfg: Config) -> Data:
+    """The problems to train on and those held out. Raises Refused where none are."""
+    try:
+        tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
+        splits = {}
+        for split, limit in (("train", 0), ("heldout", cfg.eval_problems)):
+            splits[split] = encode_problems(
+                load_task(cfg.task, split)[: limit or None],
+                tokenizer,
+                instruction=task_of(cfg.task).instruction,
+                room=cfg.max_prompt_tokens or context - cfg.max_response_tokens,
+                drop_long=cfg.max_prompt_tokens > 0,
+                name=f"{split} prompts of {cfg.task}",
+            )
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    prompts = splits["train"].prompts + splits["heldout"].prompts
+    longest = max(len(prompt) for prompt in prompts) + cfg.max_response_tokens
+    if longest > context:
+        raise Refused(
+            f"prompt and response need {longest} tokens, but {cfg.model} has room for "
+            f"{context}: lower max_prompt_tokens or max_response_tokens"
+        )
+    return Data(tokenizer, splits["train"], splits["heldout"], longest)
+
+
+def build_engines(cfg: Config, longest: int) -> tuple[Engine, Engine]:
+    """The engine that samples rollouts, and the one that evaluates.
+
+    They are the same, but for fp8 rollouts: what is evaluated is the policy, not its
+    quantized copy. The second engine never sleeps: vLLM allows one that does.
+    """
+    options: dict[str, Any] = {
+        "tp": cfg.rollout_tp,
+        "dtype": cfg.rollout_dtype,
+        "kv_cache_gb": cfg.kv_cache_gb,
+        "max_num_seqs": cfg.max_num_seqs,
+        "verbose": cfg.verbose,
+    }
+    engine = Engine(
+        cfg.model,
+        longest,
+        quantization=cfg.rollout_quantization,
+        top_logprobs=cfg.top_logprobs,
+        can_sleep=True,
+        **options,
     )
+    if cfg.rollout_quantization == "none":
+        return engine, engine
+    return engine, Engine(cfg.model, longest, **options)
 
 
-def check_config(cfg: Config) -> None:
-    """Raises Refused on fields that do not go together, before anything slow is built."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if cfg.prompts_per_step < max(world, cfg.minibatches):
-        raise Refused(
-            f"prompts_per_step is {cfg.prompts_per_step}: give each of the {world} ranks and "
-            f"each of the {cfg.minibatches} minibatches at least one"
+def build_optimizer(
+    policy: Policy, cfg: Config
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, and a learning rate that is constant after a linear warm-up."""
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        cfg.learning_rate,
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda updates: min(1.0, (updates + 1) / max(1, cfg.warmup_steps))
+    )
+    return optimizer, schedule
+
+
+def heldout_accuracy(
+    evaluator: Engine, cfg: Config, heldout: Split
+) -> dict[str, float]:
+    """Sampled and greedy accuracy of the engine's weights on the held-out problems.
+
+    Sampled accuracy rises whenever a policy grows more certain. Greedy accuracy beside
+    it tells whether it has learned.
+    """
+    temperatures = {"heldout_pass@1": cfg.policy_temperature, "heldout_greedy": 0.0}
+    accuracy = {}
+    for name, temperature in temperatures.items():
+        correct = evaluate(
+            evaluator,
+            heldout.problems,
+            heldout.prompts,
+            task_of(cfg.task).verifier,
+            temperature=temperature,
+            max_tokens=cfg.max_response_tokens,
         )
-    if ranks_of_node % cfg.rollout_tp:
-        raise Refused(
-            f"rollout_tp is {cfg.rollout_tp}: it has to divide a node's {ranks_of_node} ranks"
-        )
-    if cfg.top_logprobs > 0 and "kl_estimator" in cfg.objective_args:
-        raise Refused(
-            "objective_args has kl_estimator, by which the KL is estimated from the sampled "
-            "tokens alone: add --top_logprobs 0"
-        )
-    check_reporter(cfg.report_to)
-    if cfg.resume:
-        check_resume(cfg.out_dir, cfg.steps, cfg.model_dump())
-    elif cfg.out_dir and Path(cfg.out_dir, "config.json").exists():
-        raise Refused(
-            f"{cfg.out_dir} holds another run: choose another out_dir, or --resume"
-        )
+        accuracy[name] = sum(correct) / len(correct)
+    return accuracy
+
+
+def catch_signals() -> list[int]:
+    """The signals that ask the run to stop, in a list that grows when they come.
+
+    The step that they interrupt is finished and saved. A second Ctrl-C, two seconds
+    later or more, ends the process at once (torchrun itself repeats the first one).
+    """
+    signals: list[int] = []
+    first_at = 0.0
+
+    def remember(number: int, frame: Any) -> None:
+        nonlocal first_at
+        if signals and time.monotonic() - first_at > 2:
+            os._exit(128 + number)
+        if not signals:
+            first_at = time.monotonic()
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, remember)
+    signal.signal(signal.SIGTERM, remember)
+    return signals
+
+
+def agreed_signal(signals: list[int]) -> int:
+    """The signal that any rank has got, 0 if none has. A collective."""
+    signal_number = torch.tensor(max(signals, default=0))
+    dist.all_reduce(signal_number, dist.ReduceOp.MAX)
+    return int(signal_number)
 
 
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(Config)
-    check_config(cfg)
+    check_run(cfg)
     objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
-    try:
-        tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
-        room = cfg.max_prompt_tokens or context - cfg.max_response_tokens
-        train = load_problems(cfg, "train", tokenizer, room)
-        heldout = load_problems(
-            cfg, "heldout", tokenizer, room, limit=cfg.eval_problems
-        )
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    verifier = task_of(cfg.task).verifier
-    longest_prompt = max(len(prompt) for prompt in train.prompts + heldout.prompts)
-    longest = longest_prompt + cfg.max_response_tokens
-    if longest > context:
-        raise Refused(
-            f"prompt and response need {longest} tokens, {cfg.model} has room for {context}"
-        )
+    data = load_data(cfg)
 
     # Setup: the process group, the engine, and, while the engine sleeps, the policy.
     mesh = init_distributed()
     rank = dist.get_rank()
-    # The clock and the folder are rank 0's, and so is the list of problems: on a hub's
-    # data the verifier could leave out others on another rank.
+    # The clock is rank 0's, and so are the problems: a verifier with a time limit could
+    # leave out others of a hub's on another rank.
     cfg.out_dir = cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
-    shared = [cfg.out_dir, train, heldout, longest]
+    shared = [cfg.out_dir, data]
     dist.broadcast_object_list(shared)
-    cfg.out_dir, train, heldout, longest = shared
+    cfg.out_dir, data = shared
     out = Path(cfg.out_dir)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "config.json", json.dumps(cfg.model_dump(), indent=1) + "\n")
-    engine = Engine(
-        cfg.model,
-        longest,
-        tp=cfg.rollout_tp,
-        quantization=cfg.rollout_quantization,
-        dtype=cfg.rollout_dtype,
-        top_logprobs=cfg.top_logprobs,
-        kv_cache_gb=cfg.kv_cache_gb,
-        max_num_seqs=cfg.max_num_seqs,
-        can_sleep=True,
-        verbose=cfg.verbose,
-    )
-    # What is evaluated is the policy, not the copy of it that an fp8 engine has. The
-    # second engine never sleeps: vLLM allows one engine that does in a process.
-    evaluator = engine
-    if cfg.rollout_quantization != "none":
-        evaluator = Engine(
-            cfg.model,
-            longest,
-            tp=cfg.rollout_tp,
-            dtype=cfg.rollout_dtype,
-            kv_cache_gb=cfg.kv_cache_gb,
-            max_num_seqs=cfg.max_num_seqs,
-            verbose=cfg.verbose,
-        )
+    engine, evaluator = build_engines(cfg, data.longest)
     engine.sleep()
     policy = build_policy(
         cfg.model,
@@ -599,107 +625,104 @@ def main() -> None:
         temperature=cfg.policy_temperature,
         gradient_checkpointing=cfg.gradient_checkpointing,
     )
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        cfg.learning_rate,
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: min(1.0, (done + 1) / max(1, cfg.warmup_steps))
-    )
+    optimizer, schedule = build_optimizer(policy, cfg)
     queue: deque[Rollouts] = deque()  # sampled and rewarded, not yet learned from
     done = 0  # steps
     if cfg.resume:
         done = load_checkpoint(out, policy, optimizer, schedule, queue, cfg.group_size)
-    log = Log(out, tokenizer, cfg.group_size, cfg.report_to, cfg.model_dump(), done)
-    signals: list[int] = []  # Ctrl-C and SIGTERM: the step is finished and saved
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.append(number))
+    log = Log(
+        out, data.tokenizer, cfg.group_size, cfg.report_to, cfg.model_dump(), done
+    )
+    signals = catch_signals()
+
+    def sync(version: str) -> None:
+        """The policy's weights into the engine."""
+        engine.load_weights(full_weights(policy), version)
 
     def evaluation() -> dict[str, float]:
-        """Sampled and greedy accuracy of the policy on the held-out problems."""
         if evaluator is not engine:
             evaluator.load_weights(full_weights(policy), version="evaluation")
-        accuracy = {}
-        for name, temperature in (
-            ("heldout_pass@1", cfg.policy_temperature),
-            ("heldout_greedy", 0.0),
-        ):
-            correct = evaluate(
-                evaluator,
-                heldout.problems,
-                heldout.prompts,
-                verifier,
-                temperature=temperature,
-                max_tokens=cfg.max_response_tokens,
-            )
-            accuracy[name] = sum(correct) / len(correct)
-        return accuracy
+        return heldout_accuracy(evaluator, cfg, data.heldout)
 
-    engine.load_weights(full_weights(policy), version=str(done))
+    def save(step: int) -> None:
+        save_checkpoint(
+            out,
+            step,
+            policy,
+            optimizer,
+            schedule,
+            queue,
+            group_size=cfg.group_size,
+            keep=cfg.keep_checkpoints,
+        )
+
+    sync(version=str(done))
+    probe = SyncProbe(engine, policy, data.train.prompts)
     if not cfg.resume:
         log.begin(evaluation())
-    for step in range(done + 1, cfg.steps + 1):
-        # 1 rollout, and 2 reward. Behind the batch of this step `lag` others wait in
-        # the queue; the first step samples them all.
-        while len(queue) <= cfg.lag:
-            sampled_for = step + len(queue)
-            with log.phase("rollout"):
-                rollouts = sample_step(engine, cfg, sampled_for, train.prompts)
-            with log.phase("reward"):
-                add_reward(rollouts, cfg, sampled_for, train, verifier)
-            queue.append(rollouts)
-        engine.sleep()
-        # 3 update
-        rollouts = queue.popleft()
-        expected = weights_that_sample(cfg, step)
-        if rollouts.weight_version != str(expected):
-            raise Refused(
-                f"step {step}: a batch was sampled by weights {rollouts.weight_version}, not "
-                f"by weights {expected}: was a sync left out?"
-            )
-        with log.phase("update"):
-            history = update(
-                policy,
-                optimizer,
-                schedule,
-                rollouts,
-                objective,
-                cfg,
-                step,
-                step == done + 1,
-            )
-        # 4 sync: the new weights into the engine
-        with log.phase("sync"):
-            engine.load_weights(full_weights(policy), version=str(step))
-        # 5 log; now and then evaluate and save
-        last = step == cfg.steps
-        accuracy = {}
-        if last or (cfg.eval_every and step % cfg.eval_every == 0):
-            accuracy = evaluation()
-        if last:  # before its line of metrics: a run that has that line is finished
-            save_model(policy, tokenizer, out / "model")
-        log.step(step, rollouts, history, accuracy)
-        stopped = torch.tensor(
-            max(signals, default=0)
-        )  # it finds the ranks at different places
-        dist.all_reduce(stopped, dist.ReduceOp.MAX)
-        if stopped or (cfg.save_every and (last or step % cfg.save_every == 0)):
-            save_checkpoint(
-                out,
-                step,
-                policy,
-                optimizer,
-                schedule,
-                queue,
-                group_size=cfg.group_size,
-                keep=cfg.keep_checkpoints,
-            )
-        if stopped and not last:
-            raise Refused(
-                f"stopped by signal {int(stopped)} after step {step}: --resume goes on"
-            )
+    first_step = done + 1
+    try:
+        for step in range(first_step, cfg.steps + 1):
+            # 1 rollout and 2 reward. `lag` batches wait in the queue behind the next
+            # one; the first step fills it.
+            while len(queue) <= cfg.lag:
+                sampled_for = step + len(queue)
+                with log.phase("rollout"):
+                    rollouts = sample_step(engine, cfg, sampled_for, data.train.prompts)
+                with log.phase("reward"):
+                    add_reward(rollouts, cfg, sampled_for, data.train.problems)
+                queue.append(rollouts)
+            engine.sleep()
+            # 3 update
+            rollouts = queue[0]
+            expected = str(weights_that_sample(cfg, step))
+            if rollouts.weight_version != expected:
+                raise Refused(
+                    f"step {step}: the batch is of weights {rollouts.weight_version}, "
+                    f"not of weights {expected}: was a sync left out?"
+                )
+            with log.phase("update"):
+                history = update(
+                    policy,
+                    optimizer,
+                    schedule,
+                    rollouts,
+                    objective,
+                    cfg,
+                    step,
+                    is_first=step == first_step,
+                )
+            queue.popleft()
+            done = step
+            # 4 sync
+            with log.phase("sync"):
+                sync(version=str(step))
+            # 5 log; now and then evaluate, save, and probe the sync
+            is_last = step == cfg.steps
+            accuracy = {}
+            if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
+                accuracy = evaluation()
+            if is_last:
+                # Before its line of metrics: a run that has its last line is finished.
+                save_model(policy, data.tokenizer, out / "model")
+            log.step(step, rollouts, history, accuracy)
+            if cfg.save_every and (is_last or step % cfg.save_every == 0):
+                save(step)
+            if step % PROBE_EVERY == 0:
+                probe.check(engine, policy, step)
+            stopped_by = agreed_signal(signals)
+            if stopped_by and not is_last:
+                raise Refused(
+                    f"stopped by signal {stopped_by} after step {step}: --resume goes "
+                    "on"
+                )
+    except (Refused, FloatingPointError):
+        # All ranks are here. The weights are those of step `done`, unless some of the
+        # updates of the next step have been made.
+        updates = done * cfg.passes * cfg.minibatches
+        if schedule.last_epoch == updates and done >= first_step:
+            save(done)
+        raise
     if rank == 0:
         log.finish()
     engine.close()
@@ -708,9 +731,10 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, FloatingPointError) as error:  # almost always on all ranks alike
-        if os.environ.get("RANK", "0") == "0":
-            print(f"train.py: {error}", file=sys.stderr, flush=True)
+    except (Refused, FloatingPointError, OneRankFailed) as error:
+        rank = int(os.environ.get("RANK", 0))
+        where = f"rank {rank}: " if rank > 0 else ""
+        print(f"train.py: {where}{error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:  # before there was a step to finish
         sys.exit(130)

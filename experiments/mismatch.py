@@ -1,25 +1,22 @@
-"""The mismatch laboratory: objectives x settings x seeds, each a run of train.py on
-tiny/.
+"""The mismatch laboratory: objectives x mismatches x seeds, each a run of train.py.
 
-    python experiments/mismatch.py --grid reduced      # 18 runs: what `make reproduce`
-    does torchrun --nproc-per-node 2 experiments/mismatch.py --grid full    # a run on
-    each core
+    python experiments/mismatch.py --grid reduced
+    torchrun --nproc-per-node 2 experiments/mismatch.py --grid full
 
-A finished run is a line of FOLDER/mismatch.jsonl (--folder), with its command, commit,
-configuration and metrics. A command that has its line is not run again, so the grid can
-be stopped and started at will. What a run does not set is EVERY_RUN and the defaults of
-train.py. After each run eval.py measures pass@8 of its model. Held-out accuracy is that
-of the policy, in bfloat16, on the same problems with the same noise for all.
+The first is what `make reproduce` does, 18 runs; the second makes one run on each core,
+or on each GPU. A finished run is a line of FOLDER/mismatch.jsonl (--folder), with its
+command, commit, configuration and metrics. A cell that has its line is not run again,
+so the grid can be stopped and started at will. What a run does not set is EVERY_RUN and
+the defaults of train.py. After each run eval.py measures pass@8 of its model. Held-out
+accuracy is that of the policy, on the same problems with the same noise for all.
 
-The plan was written down before the first run of the full grid, and runs by itself:
-1. LEARNING_RATE is the rate of --grid learning_rate with the best score on-policy (P3O,
-   two seeds); LARGER is the largest one whose score is within 0.02 of that. The score
-   of a run is the mean of its last three sampled held-out accuracies.
-2. MAIN objectives run in all SETTINGS, first with one seed, then with SEEDS.
-3. A setting is one "where it breaks" if the first seed of P3O, GRPO 0.2 or REINFORCE
-there
-   scores 0.1 or more below itself on-policy at the same rate. All OTHERS run there,
-   with SEEDS_OF_OTHERS.
+The plan was written down before the first run of the full grid, and it runs by itself:
+1. LEARNING_RATE is the one of LEARNING_RATES with the best score on-policy (P3O, two
+   seeds). The score of a run is the mean of its last three sampled held-out accuracies.
+2. MAIN objectives run under all MISMATCHES, first with one seed, then with SEEDS.
+3. A mismatch is one "where it breaks" if the first seed of P3O, GRPO 0.2 or REINFORCE
+   scores 0.1 or more below the same objective on-policy. All OTHERS run there, with
+   SEEDS_OF_OTHERS.
 """
 
 import argparse
@@ -31,15 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Half the default batch: it is noisier and cheaper.
-EVERY_RUN = ["--steps=60", "--prompts_per_step=16"]
+# Half the default batch, all of it in one update: noisier and cheaper.
+EVERY_RUN = ["--steps=60", "--prompts_per_step=16", "--minibatches=1"]
 LEARNING_RATES = (1e-4, 2e-4, 5e-4, 1e-3)
 LEARNING_RATE = 2e-4
-LARGER = 5e-4
 MISMATCHES = {
     "on-policy": [],
     "T = 0.6": ["--temperature=0.6"],
@@ -58,10 +55,6 @@ MISMATCHES = {
     # Fresh, stale, hot and fp8 rollouts in turn, by a script of its own.
     "changing": [],
 }
-SETTINGS = [(mismatch, LEARNING_RATE) for mismatch in MISMATCHES]
-SETTINGS += [
-    (mismatch, LARGER) for mismatch in ("on-policy", "T = 1.4", "lag 16", "changing")
-]
 MAIN = {
     "p3o": [],
     "grpo 0.2": ["--objective=grpo"],
@@ -118,30 +111,41 @@ class Cell(NamedTuple):
 
 
 def score(row: dict) -> float:
-    """The mean of a run's last three sampled held-out accuracies; 0 if it stopped
-    itself.
-    """
+    """The mean of a run's last three sampled accuracies; 0 if it stopped itself."""
     if row["stopped"]:
         return 0.0
     accuracies = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
     return sum(accuracies[-3:]) / 3
 
 
-def where_it_breaks(done: dict[Cell, dict]) -> list[tuple[str, float]]:
-    """The settings of point 3 of the plan, among those whose first seed has run."""
-    settings = []
-    for mismatch, rate in SETTINGS:
+def where_it_breaks(done: dict[Cell, dict]) -> list[str]:
+    """The mismatches of point 3 of the plan, among those whose first seed has run."""
+    breaking = []
+    for mismatch in MISMATCHES:
         for objective in DECIDE:
-            here = done.get(Cell(mismatch, rate, objective, 0))
-            on_policy = done.get(Cell("on-policy", rate, objective, 0))
+            here = done.get(Cell(mismatch, LEARNING_RATE, objective, 0))
+            on_policy = done.get(Cell("on-policy", LEARNING_RATE, objective, 0))
             if here and on_policy and score(here) <= score(on_policy) - 0.1:
-                settings.append((mismatch, rate))
+                breaking.append(mismatch)
                 break
-    return settings
+    return breaking
+
+
+def cells_of(
+    mismatches: Iterable[str], objectives: Iterable[str], seeds: Iterable[int]
+) -> list[Cell]:
+    """All combinations at LEARNING_RATE, seed by seed."""
+    return [
+        Cell(mismatch, LEARNING_RATE, objective, seed)
+        for seed in seeds
+        for mismatch in mismatches
+        for objective in objectives
+        if mismatch in ONLY_IN.get(objective, [mismatch])
+    ]
 
 
 def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
-    """The runs of a grid, the ones that tell most first; point 3 as far as it is known."""
+    """The runs of a grid, those that tell most first; point 3 as far as it is known."""
     if grid == "learning_rate":
         return [
             Cell("on-policy", rate, "p3o", seed)
@@ -149,24 +153,13 @@ def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
             for rate in LEARNING_RATES
         ]
     if grid == "reduced":
-        return [Cell(name, LEARNING_RATE, o, 0) for name in REDUCED for o in DECIDE]
-    cells = [
-        Cell(*setting, o, seed) for seed in (0,) for setting in SETTINGS for o in MAIN
-    ]
+        return cells_of(REDUCED, DECIDE, [0])
+    cells = cells_of(MISMATCHES, MAIN, [0])
     if all(cell in done for cell in cells):
         breaking = where_it_breaks(done)
-        first = [s for s in SETTINGS if s in breaking or s[0] == "on-policy"]
-    else:
-        first, breaking = [], []
-    for seed in range(1, SEEDS_OF_OTHERS):
-        cells += [Cell(*setting, o, seed) for setting in first for o in MAIN]
-    for seed in range(SEEDS_OF_OTHERS):
-        for mismatch, rate in breaking:
-            for objective in OTHERS:
-                if mismatch in ONLY_IN.get(objective, [mismatch]):
-                    cells.append(Cell(mismatch, rate, objective, seed))
-    for seed in range(1, SEEDS):
-        cells += [Cell(*setting, o, seed) for setting in SETTINGS for o in MAIN]
+        cells += cells_of(["on-policy", *breaking], MAIN, range(1, SEEDS_OF_OTHERS))
+        cells += cells_of(breaking, OTHERS, range(SEEDS_OF_OTHERS))
+        cells += cells_of(MISMATCHES, MAIN, range(1, SEEDS))
     return list(dict.fromkeys(cells))  # each once, at its first place
 
 
@@ -180,15 +173,14 @@ def flags_of(cell: Cell, done: dict[Cell, dict], folder: Path) -> list[str]:
     flags = [
         script,
         *(MAIN | OTHERS)[cell.objective],
-        *MISMATCHES[cell.mismatch],
         *EVERY_RUN,
+        *MISMATCHES[cell.mismatch],
         f"--learning_rate={cell.learning_rate}",
         f"--seed={cell.seed}",
     ]
     if cell.objective == "p3o, fixed e_B":
-        ess = done[cell._replace(objective="p3o")]["metrics"]["ess"][
-            1:
-        ]  # none at step 0
+        of_p3o = done[cell._replace(objective="p3o")]
+        ess = of_p3o["metrics"]["ess"][1:]  # Step 0 has none.
         flags += ["--objective_args", f"level={sum(ess) / len(ess):.4f}"]
     if cell.objective == "p3o, yoked e_B":
         other_seed = (cell.seed + 1) % SEEDS_OF_OTHERS
@@ -259,7 +251,7 @@ def finished(results: Path) -> dict[Cell, dict]:
 
 
 def append(results: Path, row: dict) -> None:
-    """A line more, by one process at a time, in place of one that was left unfinished."""
+    """A line more, by one process at a time, in place of one that a kill left cut."""
     with open(results, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -374,7 +366,7 @@ def main() -> None:
         )
     if failed:
         sys.exit(
-            f"mismatch.py: {len(failed)} runs failed, as printed above; the rest is kept"
+            f"mismatch.py: {len(failed)} runs failed, as said above; the rest is kept"
         )
 
 

@@ -8,6 +8,7 @@ key of the YAML file that --config takes; a flag overrides the file.
 
 import argparse
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,10 @@ class Refused(Exception):
     """What the user gave cannot run, for the reason that it says in one sentence."""
 
 
+class OneRankFailed(Exception):
+    """What only one rank found out: the others still wait for it, and end with it."""
+
+
 class Flags(BaseModel):
     """The base of a configuration: the text below a field says what it is."""
 
@@ -37,7 +42,7 @@ class Flags(BaseModel):
 
 
 class OneSentence(argparse.ArgumentParser):
-    """A parser that refuses in one sentence, without the list of all flags before it."""
+    """A parser that refuses in one sentence, without a list of all flags before it."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (--help lists the flags)")
@@ -56,22 +61,26 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
         "--config", metavar="YAML", help="a file with values of these fields"
     )
     for name, field in kind.model_fields.items():
-        several = get_origin(field.annotation) in (list, dict)
+        how_many: dict[str, str] = {}
+        if get_origin(field.annotation) in (list, dict):
+            how_many = {"nargs": "+"}
+        if field.annotation is bool:
+            # --resume alone means --resume true.
+            how_many = {"nargs": "?", "const": "true"}
+        about = f"{field.description} (default: {field.default})"
         parser.add_argument(
             f"--{name}",
-            nargs="+" if several else None,
             default=argparse.SUPPRESS,
             metavar="VALUE",
-            help=f"{field.description} (default: {field.get_default(call_default_factory=True)})".replace(
-                "%", "%%"
-            ),
+            help=about.replace("%", "%%"),
+            **how_many,
         )
     values = vars(parser.parse_args(arguments))
     recipe = values.pop("config")
     if recipe is not None:
         values = read_recipe(Path(recipe)) | values
     try:
-        return kind(**values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise Refused(first_complaint(error)) from error
 
@@ -101,19 +110,21 @@ def first_complaint(error: ValidationError) -> str:
 
 
 def name_value_pairs(given: Any) -> Any:
-    """["eps=0.4"] or "eps=0.4" as {"eps": 0.4}; a dictionary is taken as it is."""
+    """["eps=0.4"] or "eps=0.4" as {"eps": "0.4"}; a dictionary is taken as it is."""
     if isinstance(given, dict):
         return given
     pairs = {}
-    for argument in [given] if isinstance(given, str) else given:
-        name, equals, value = argument.partition("=")
+    for argument in given if isinstance(given, list) else [given]:
+        name, equals, value = str(argument).partition("=")
         if not equals:
             raise ValueError("give name=value, such as eps=0.4")
         pairs[name] = value
     return pairs
 
 
-NamedValues = Annotated[dict[str, float | str], BeforeValidator(name_value_pairs)]
+# A number where it can be one: a flag and a recipe then say the same in config.json.
+NumberOrText = Annotated[float | str, Field(union_mode="left_to_right")]
+NamedValues = Annotated[dict[str, NumberOrText], BeforeValidator(name_value_pairs)]
 
 
 def find_objective(
@@ -130,20 +141,27 @@ def find_objective(
         module, _, attribute = name.partition(":")
         try:
             objective = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            # importlib has the last two for a relative name and for an empty one.
             raise Refused(f"objective {name!r} cannot be imported: {error}") from error
+        if not hasattr(objective, "hyper_parameters"):
+            raise Refused(f"objective {name!r} is a {type(objective)}, no Objective")
     if objective is None:
         known = ", ".join(objectives)
         raise Refused(
             f"objective is {name!r}: give {known}, or module:name for another"
         )
     values = dict(objective.hyper_parameters)
-    for parameter, value in given.items():
+    for parameter, given_value in given.items():
         try:
-            values[parameter] = type(values[parameter])(value)
+            value = type(values[parameter])(given_value)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{value} is not a finite number")
         except (KeyError, ValueError) as error:
             takes = ", ".join(f"{k}={v}" for k, v in objective.hyper_parameters.items())
             raise Refused(
-                f"objective_args has {parameter}={value}: {name} takes {takes or 'nothing'}"
+                f"objective_args has {parameter}={given_value}: "
+                f"{name} takes {takes or 'nothing'}"
             ) from error
+        values[parameter] = value
     return replace(objective, hyper_parameters=values)

@@ -35,8 +35,8 @@ def check_model(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, int]:
         raise ValueError(f"no model at {model!r}: {reason}") from error
     if config.num_attention_heads % tp:
         raise ValueError(
-            f"rollout_tp is {tp}, which does not divide the {config.num_attention_heads} "
-            f"attention heads of {model}"
+            f"rollout_tp is {tp}, which does not divide {model}'s "
+            f"{config.num_attention_heads} attention heads"
         )
     return tokenizer, config.max_position_embeddings
 
@@ -66,8 +66,8 @@ def encode_problems(
         complaint = f"{dropped} of {len(problems)} {name} have over {room} tokens"
         if not drop_long or not kept_problems:
             raise ValueError(
-                f"{complaint}, and no room for a response: lower max_response_tokens, or "
-                "drop such prompts (train.py: --max_prompt_tokens, eval.py: --drop_long)"
+                f"{complaint}, and no room for a response: lower max_response_tokens, "
+                "or drop them (train.py: --max_prompt_tokens, eval.py: --drop_long)"
             )
         if os.environ.get("RANK", "0") == "0":
             print(f"dropped: {complaint}")

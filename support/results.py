@@ -54,7 +54,7 @@ def settings_of(
 
 
 def default_folder(settings: dict[str, Any]) -> Path:
-    """runs/eval- and a hash: the same command finds its folder, another one never does."""
+    """runs/eval- and a hash: the same command finds its folder, another never does."""
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return Path(f"runs/eval-{digest[:8]}")
 
@@ -107,7 +107,7 @@ def append(path: Path, task: str, first: int, correct: list[int]) -> None:
 def write_report(
     folder: Path, settings: dict[str, Any], result: dict[str, Any], correct: dict
 ) -> str:
-    """results.json and results.md, whose text is returned; `result` is eval.estimate's."""
+    """results.json and results.md, whose text is returned; `result` is an estimate."""
     content = {"settings": settings, **result, "correct": correct}
     (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     n = settings["samples"]

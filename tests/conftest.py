@@ -1,6 +1,7 @@
-"""Fixtures: the loss under test (--loss PATH, or the repository's), a real engine and its policy.
+"""Fixtures: the loss under test (--loss PATH), a real engine and its policy.
 
-The first vLLM engine in this process takes 10 s to build, each further one less than a second.
+The first vLLM engine in this process takes 10 s to build, each further one less than a
+second.
 """
 
 import importlib.util
@@ -13,47 +14,52 @@ from pathlib import Path
 
 import pytest
 
-# OpenMP reads it when torch is imported: threads that spin while they wait starve the other ranks.
+# OpenMP reads it when torch is imported: threads that spin while they wait starve the
+# other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 KEPT = []  # engines: one that is collected as garbage takes the process group with it
 ROOT = Path(__file__).parents[1]
 LOSS = ROOT / "loss.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-# In bfloat16 a batch of another size rounds otherwise, which flips single samples. 31 is odd.
-TWO_STEPS = "--steps=2 --prompts_per_step=8 --rollout_dtype=float32 --eval_problems=31".split()
-FUNCTIONS = ("group_advantage", "effective_sample_size", "p3o_loss", "batch_quantities")
+# All that --loss takes from a file.
+FUNCTIONS = ("group_advantage", "effective_sample_size", "kl_divergence", "p3o_loss")
 
 
 def load_module(path):
     """Import the file at `path`, which need not be on sys.path."""
-    spec = importlib.util.spec_from_file_location(f"loss_at_{abs(hash(str(path)))}", path)
+    spec = importlib.util.spec_from_file_location(
+        f"loss_at_{abs(hash(str(path)))}", path
+    )
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks for its annotations
     spec.loader.exec_module(module)
     return module
 
 
 def differences(module, expected):
-    """Sentences on where `module` lacks the interface of `expected`; parameter names matter."""
+    """Sentences on where `module` lacks the interface of `expected`."""
     for name in FUNCTIONS:
         yield from compare(name, getattr(module, name, None), getattr(expected, name))
-    objectives = getattr(module, "OBJECTIVES", {})
-    for name, function in expected.OBJECTIVES.items():
-        yield from compare(f"OBJECTIVES[{name!r}]", objectives.get(name), function)
 
 
 def compare(name, found, expected):
     def parameters(function):
-        return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+        return [
+            (p.name, p.kind) for p in inspect.signature(function).parameters.values()
+        ]
 
     if found is None:
         yield f"{name} is missing"
     elif parameters(found) != parameters(expected):
-        yield f"{name}{inspect.signature(found)} should be {name}{inspect.signature(expected)}"
+        has, should = inspect.signature(found), inspect.signature(expected)
+        yield f"{name}{has} should be {name}{should}"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--loss", metavar="PATH", help="run tests/test_loss.py on this file")
+    parser.addoption(
+        "--loss", metavar="PATH", help="run tests/test_loss.py on this file"
+    )
 
 
 def pytest_configure(config):
@@ -65,9 +71,13 @@ def pytest_configure(config):
     try:
         config.loss_module = load_module(Path(path).resolve())
     except Exception as error:
-        raise pytest.UsageError(f"--loss {path} cannot be imported: {error!r}") from error
+        raise pytest.UsageError(
+            f"--loss {path} cannot be imported: {error!r}"
+        ) from error
     if found := list(differences(config.loss_module, load_module(LOSS))):
-        raise pytest.UsageError("\n".join([f"--loss {path} has another interface:", *found]))
+        raise pytest.UsageError(
+            "\n".join([f"--loss {path} has another interface:", *found])
+        )
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +86,19 @@ def loss(request):
     return getattr(request.config, "loss_module", None) or load_module(LOSS)
 
 
+# What one rank and several have to do alike. In bfloat16 a batch of another size rounds
+# otherwise, which flips single samples. 31 problems cannot be shared out equally.
+TWO_STEPS = [
+    "--steps=2",
+    "--prompts_per_step=8",
+    "--rollout_dtype=float32",
+    "--eval_problems=31",
+]
+
+
 @pytest.fixture(scope="session")
 def group():
-    """This process as the only rank of a process group; engines need it, and end with it."""
+    """The mesh of this process, the only rank of a group that ends with its engines."""
     from rollout import init_distributed
 
     return init_distributed()
@@ -86,19 +106,24 @@ def group():
 
 @pytest.fixture(scope="session")
 def build_engine(group):
-    """rollout.Engine, on tiny by default; float32, so that engine and trainer agree to 1e-4."""
+    """Builds a rollout.Engine, by default of tiny in float32.
+
+    In float32 engine and trainer agree to 1e-4 nats.
+    """
     from rollout import Engine
 
-    def build(model="tiny", **options):
-        KEPT.append(Engine(str(model), 128, **({"dtype": "float32"} | options)))
-        return KEPT[-1]
+    def build(model="tiny", dtype="float32", **options):
+        engine = Engine(str(model), 128, dtype=dtype, **options)
+        KEPT.append(engine)
+        return engine
 
     return build
 
 
 @pytest.fixture(scope="session")
 def engine(build_engine):
-    return build_engine()
+    """An engine that gives pi_b of its 20 likeliest tokens: tiny has no others."""
+    return build_engine(top_logprobs=20)
 
 
 @pytest.fixture
@@ -112,18 +137,25 @@ def policy(engine):
 
 
 @pytest.fixture(scope="session")
-def prompts():
-    """The held-out prompts of the embedded task, as token ids."""
-    from config import load_model_files, load_prompts
+def heldout():
+    """The held-out split of the embedded task: problems, and prompts as token ids."""
+    from train import Config, load_data
 
-    return load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)[1]
+    return load_data(Config()).heldout
+
+
+@pytest.fixture(scope="session")
+def prompts(heldout):
+    """The held-out prompts of the embedded task, as token ids."""
+    return heldout.prompts
 
 
 @pytest.fixture(scope="session")
 def run_here(group):
-    """Run a script's main() with these flags in this process, which has vLLM loaded.
+    """Runs a script's main() with flags in this process, which has vLLM loaded.
 
-    Only what a process can do once is left out: to join the process group, and to end it.
+    Left out is only what a process can do once: to join the process group, and to end
+    it.
     """
     import signal
 
@@ -132,11 +164,13 @@ def run_here(group):
     import rollout
 
     def build(*arguments, **options):
-        KEPT.append(rollout.Engine(*arguments, **options))
-        return KEPT[-1]
+        engine = rollout.Engine(*arguments, **options)
+        KEPT.append(engine)
+        return engine
 
     def run(module, *flags, main=None):
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        handlers = {number: signal.getsignal(number) for number in numbers}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "init_distributed", lambda: group)
             patch.setattr(module, "Engine", build)
@@ -154,24 +188,21 @@ def run_here(group):
 
 @pytest.fixture(scope="session")
 def train_here(run_here, tmp_path_factory):
-    """Run train.py with these flags in this process; its metrics, by step."""
+    """Runs train.py with flags in this process; returns its lines of metrics."""
     import train
 
     def run(*flags):
         out = tmp_path_factory.mktemp("run") / "here"
         defaults = ["--eval_every=0", "--eval_problems=64", f"--out_dir={out}"]
-        try:
-            run_here(train, *defaults, *flags)
-        finally:
-            rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-        return rows
+        run_here(train, *defaults, *flags)
+        return [json.loads(line) for line in open(out / "metrics.jsonl")]
 
     return run
 
 
 @pytest.fixture(scope="session")
 def one_rank(train_here):
-    """The metrics of TWO_STEPS on one rank, by step: what several ranks have to do, too."""
+    """The metrics of TWO_STEPS on one rank: what several ranks have to do, too."""
     return train_here(*TWO_STEPS)
 
 
@@ -179,18 +210,24 @@ def one_rank(train_here):
 def short_run(request, tmp_path_factory):
     """If a test asks for `run`: (out_dir, process) of a training run under torchrun.
 
-    It begins with the session and stays on one core, which most tests leave idle.
+    It has half the prompts and four times the learning rate of the default. It begins
+    with the session and stays on one core, which most tests leave idle.
     """
     if not any("run" in item.fixturenames for item in request.session.items):
         yield
         return
     out = tmp_path_factory.mktemp("runs") / "short"
-    flags = "--steps=10 --prompts_per_step=16 --learning_rate=8e-4 --eval_every=0".split()
-    cores = os.sched_getaffinity(0)
+    flags = [
+        "--steps=10",
+        "--prompts_per_step=16",
+        "--learning_rate=8e-4",
+        "--eval_every=0",
+    ]
+    last_core = max(os.sched_getaffinity(0))
     process = subprocess.Popen(
         [*TORCHRUN, "--standalone", "train.py", *flags, f"--out_dir={out}"],
         cwd=ROOT,
-        preexec_fn=lambda: os.sched_setaffinity(0, {max(cores)}),
+        preexec_fn=lambda: os.sched_setaffinity(0, {last_core}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

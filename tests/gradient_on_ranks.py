@@ -1,8 +1,11 @@
-"""torchrun tests/gradient_on_ranks.py FOLDER: the trainer's gradients on one batch, a saved model.
+"""The trainer's gradients of one batch, and what leaves the policy, on several ranks.
 
-FOLDER has model/ and rollouts.pt, the whole batch; each rank takes its groups of 4 as the trainer
-deals them. Rank 0 of N writes gradients-N.pt and gathered-N.pt, the weights as an engine gets them
-in bfloat16, and all ranks saved-N/, the model as the trainer saves it; test_train.py compares them.
+    torchrun --nproc-per-node N tests/gradient_on_ranks.py FOLDER
+
+FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its groups of it, as
+the trainer deals them. Rank 0 writes gradients-N.pt, and gathered-N.pt, the weights as
+an engine gets them in bfloat16. All ranks write saved-N/, the model as the trainer
+saves it. test_train.py compares them with plain autograd on the whole batch.
 """
 
 import sys
@@ -11,49 +14,85 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import Config, load_model_files
-from loss import OBJECTIVES
+from loss import OBJECTIVES, Objective
 from policy import Policy, build_policy, full_weights
 from rollout import init_distributed
-from train import accumulate_gradient, save_model
+from support.checkpoints import save_model
+from support.flags import find_objective
+from support.prompts import check_model
+from train import Config, accumulate_gradient
 
-GROUP = 4
-WHOLE = 10**6  # tokens: one micro-batch
-CASES = [(objective, tokens) for objective in OBJECTIVES for tokens in (300, WHOLE)]
-CASES += [("p3o", 1)]  # a row a micro-batch
+GROUP_SIZE = 4
+WHOLE = 10**6  # tokens: the batch is one micro-batch
+ROW = 1  # token: every row is a micro-batch
+# Between them they need all that only the whole batch can tell: e_B, the number of
+# tokens, the number of responses, a cutoff, and log pi_prox.
+OBJECTIVES_COMPARED = [
+    "p3o",
+    "grpo",
+    "experiments.objectives:gspo",
+    "experiments.objectives:m2po",
+    "experiments.objectives:decoupled",
+]
+# (objective, micro_batch_tokens)
+CASES = [(name, tokens) for name in OBJECTIVES_COMPARED for tokens in (300, WHOLE)]
+CASES += [("p3o", ROW)]
+
+# By the name of each weight.
+Gradient = dict[str, torch.Tensor]
 
 
-def gradients_of(policy: Policy, folder: str) -> dict:
-    """{(objective, micro_batch_tokens): (gradient of each weight, statistics)}: a collective."""
+def objective_of(name: str) -> Objective:
+    """The objective with its default hyper-parameters."""
+    return find_objective(OBJECTIVES, name, {})
+
+
+def gradient_of(
+    policy: Policy, folder: Path, name: str, micro_batch_tokens: int
+) -> tuple[Gradient, dict[str, float]]:
+    """The gradient of FOLDER's batch, gathered whole, and statistics. A collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    rollouts = torch.load(f"{folder}/rollouts.pt", weights_only=False)
-    rows = [i for i in range(len(rollouts.text)) if i // GROUP % world == rank]
-    found = {}
-    for objective, tokens in CASES:
-        mine = rollouts.rows(rows)
-        mine.logp_prox = mine.logp_prox if objective == "decoupled" else None
-        cfg = Config(objective=objective, micro_batch_tokens=tokens)
-        stats = accumulate_gradient(policy, mine, list(range(len(rows))), cfg)
-        weights = policy.model.named_parameters()
-        gradient = {name: weight.grad.full_tensor().clone() for name, weight in weights}
-        found[objective, tokens] = gradient, stats
-        policy.zero_grad()
-    return found
+    rollouts = torch.load(folder / "rollouts.pt", weights_only=False)
+    mine = [
+        row
+        for row in range(len(rollouts.text))
+        if row // GROUP_SIZE % world == rank  # as train.sample_step does
+    ]
+    stats = accumulate_gradient(
+        policy,
+        rollouts.rows(mine),
+        list(range(len(mine))),
+        objective_of(name),
+        Config(micro_batch_tokens=micro_batch_tokens),
+    )
+    gradient = {}
+    for weight_name, weight in policy.model.named_parameters():
+        gradient[weight_name] = weight.grad.full_tensor().clone()
+    policy.zero_grad()
+    return gradient, stats
+
+
+def main(folder: Path) -> None:
+    mesh = init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    policy = build_policy(str(folder / "model"), mesh)
+    results = {case: gradient_of(policy, folder, *case) for case in CASES}
+
+    half = build_policy(str(folder / "model"), mesh, dtype="bfloat16")
+    # Before any forward pass, and then after one, which leaves the root gathered.
+    list(full_weights(half))
+    one_row = torch.load(folder / "rollouts.pt", weights_only=False).rows([0])
+    with torch.no_grad():
+        half(one_row)
+    gathered = [(name, weight.clone()) for name, weight in full_weights(half)]
+
+    if rank == 0:
+        torch.save(results, folder / f"gradients-{world}.pt")
+        torch.save(gathered, folder / f"gathered-{world}.pt")
+    tokenizer, _ = check_model("tiny")
+    save_model(policy, tokenizer, folder / f"saved-{world}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    folder, mesh = sys.argv[1], init_distributed()
-    world = dist.get_world_size()
-    policy = build_policy(Config(model=f"{folder}/model"), mesh)
-    found = gradients_of(policy, folder)
-    if dist.get_rank() == 0:
-        torch.save(found, f"{folder}/gradients-{world}.pt")
-    half = build_policy(Config(model=f"{folder}/model", dtype="bfloat16"), mesh)
-    list(full_weights(half))  # before any forward pass, and after one that leaves the root gathered
-    with torch.no_grad():
-        half(torch.load(f"{folder}/rollouts.pt", weights_only=False).rows([0]))
-    gathered = [(name, weight.clone()) for name, weight in full_weights(half)]
-    if dist.get_rank() == 0:
-        torch.save(gathered, f"{folder}/gathered-{world}.pt")
-    save_model(policy, load_model_files("tiny")[0], Path(folder, f"saved-{world}"))
-    dist.destroy_process_group()
+    main(Path(sys.argv[1]))

@@ -1,12 +1,16 @@
-"""python tests/lives.py FILE CORE: short runs of train.py in turn, some of which get killed.
+"""Short runs of train.py in turn, some of which are killed.
 
-FILE is a JSON list of [flags, blow, copy]. blow is null or [signal, phase, step]: what the run
-sends to itself, in the middle of this phase of this step (the number of its line of metrics). copy
-is null or the folder to which out_dir is copied afterwards. Prints a JSON list of [what the run
-printed, its exit code or minus the signal that ended it].
+    python tests/lives.py FILE CORE
 
-Every run is a process of its own, forked where train.py and vllm are imported, which takes longer
-than a short run, and nothing else has happened: there is no engine and no process group yet.
+FILE is a JSON list of lives: {"flags": [...], "blow": null or [signal, phase, step],
+"copy_to": null or a folder}. The blow is what the run sends to itself, in the middle of
+this phase of this step. Afterwards its out_dir is copied to the folder. Prints a JSON
+list of {"printed": what the run printed, "code": its exit code, or minus the signal
+that ended it}.
+
+Every run is a process of its own. It is forked where train.py and vllm are imported,
+which takes longer than a short run, and nothing else has happened: there is no engine
+and no process group yet.
 """
 
 import json
@@ -16,6 +20,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import train  # isort: skip  (first: it sets what torch reads when it is imported)
 import torch
@@ -23,33 +28,39 @@ import vllm
 from torch.distributed.checkpoint import FileSystemWriter
 
 import rollout
+from support.flags import Refused
 
 vllm.LLM, vllm.SamplingParams  # noqa: B018  (imported when they are looked at)
 
-PHASES = {  # what is called once, or first, in the middle of each
+# What is called once, or first, in the middle of each phase: its owner, its name.
+PHASES = {
     "rollout": (rollout.Engine, "sample"),
-    "update": (torch.nn.utils, "clip_grad_norm_"),  # the gradient is there, the step is not
-    "save": (FileSystemWriter, "write_data"),  # the data are there, their index is not
+    # The gradient is there, and the optimizer's step is not.
+    "update": (torch.nn.utils, "clip_grad_norm_"),
+    # The checkpoint's data are there, and their index is not.
+    "save": (FileSystemWriter, "write_data"),
 }
 
 
 def arm(number: int, phase: str, step: int) -> None:
-    """Have this process send itself a signal in the phase of the step."""
-    now = None
+    """Have this process send itself the signal `number` in this phase of this step."""
+    step_now = None
     problems_of_step = train.problems_of_step
     owner, name = PHASES[phase]
     original = getattr(owner, name)
 
-    def clock(cfg, drawn, count):  # the first thing in a step
-        nonlocal now
-        now = drawn - cfg.lag + 1
-        return problems_of_step(cfg, drawn, count)
+    def clock(cfg: train.Config, sampled_for: int, problem_count: int) -> list[int]:
+        # The first thing that happens in a step. In the first one it happens for the
+        # steps 1, ..., 1 + lag, and the last of them sets the clock right.
+        nonlocal step_now
+        step_now = sampled_for - cfg.lag
+        return problems_of_step(cfg, sampled_for, problem_count)
 
-    def struck(*arguments, **keywords):
-        nonlocal now
+    def struck(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal step_now
         result = original(*arguments, **keywords)
-        if now == step:
-            now = None
+        if step_now == step:
+            step_now = None
             os.kill(os.getpid(), number)
         return result
 
@@ -57,19 +68,21 @@ def arm(number: int, phase: str, step: int) -> None:
     setattr(owner, name, struck)
 
 
-def live(flags: list[str], blow: list | None, printed: str) -> int:
+def live(flags: list[str], blow: list | None, output: Path) -> int:
     """One run to its end; its exit code, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
         try:
-            file = os.open(printed, os.O_WRONLY)
-            os.dup2(file, 1), os.dup2(file, 2)
+            file = os.open(output, os.O_WRONLY)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
             sys.argv = ["train.py", *flags]
-            if blow:
-                arm(*blow)
+            if blow is not None:
+                name, phase, step = blow
+                arm(getattr(signal, name), phase, step)
             train.main()
             code = 0
-        except train.Refused as error:
+        except Refused as error:
             print(error)
             code = 1
         except BaseException:
@@ -77,19 +90,29 @@ def live(flags: list[str], blow: list | None, printed: str) -> int:
             code = 2
         sys.stdout.flush()
         os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def out_dir_of(flags: list[str]) -> str:
+    """The value of --out_dir=."""
+    [flag] = [flag for flag in flags if flag.startswith("--out_dir=")]
+    return flag.removeprefix("--out_dir=")
+
+
+def main(file: Path, core: int) -> None:
+    # One thread each: threads that wait for each other take minutes where cores are
+    # scarce.
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
+    ends = []
+    for life in json.loads(file.read_text()):
+        with tempfile.NamedTemporaryFile() as output:
+            code = live(life["flags"], life["blow"], Path(output.name))
+            ends.append({"printed": Path(output.name).read_text(), "code": code})
+        if life["copy_to"] is not None:
+            shutil.copytree(out_dir_of(life["flags"]), life["copy_to"], symlinks=True)
+    print(json.dumps(ends))
 
 
 if __name__ == "__main__":
-    # One thread each: threads that wait for each other take minutes where cores are scarce.
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(sys.argv[2])]})
-    done = []
-    for flags, blow, copy in json.loads(Path(sys.argv[1]).read_text()):
-        blow = blow and [getattr(signal, blow[0]), *blow[1:]]
-        with tempfile.NamedTemporaryFile() as printed:
-            code = live(flags, blow, printed.name)
-            done.append([Path(printed.name).read_text(), code])
-        if copy:
-            out = next(f for f in flags if f.startswith("--out_dir=")).partition("=")[2]
-            shutil.copytree(out, copy, symlinks=True)
-    print(json.dumps(done))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,49 +1,55 @@
-"""pass@k against every possible draw, its intervals against closed forms; evaluation on a real
-engine, as a function and as a script that is killed and goes on."""
+"""Evaluation: pass@k against every possible draw, and its intervals in closed form.
+
+And evaluation on a real engine, as a function and as a script that is killed and goes
+on.
+"""
 
 import contextlib
 import io
 import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from conftest import TORCHRUN
+from conftest import ROOT, TORCHRUN
+from launch import ENVIRONMENT
 
 import eval
-from config import (
-    EvalConfig,
-    Refused,
-    load_evaluation,
-    load_model_files,
-    load_prompts,
-    parse_config,
-)
-from eval import estimate, evaluate, pass_at_k
-from results import append, begin_or_resume, default_folder, settings_of, write_report
+from eval import EvalConfig, estimate, evaluate, load_benchmarks, pass_at_k
 from reward import score
+from support.flags import Refused, parse_flags
+from support.results import (
+    append,
+    begin_or_resume,
+    default_folder,
+    settings_of,
+    write_report,
+)
+from train import Config, load_data
 
-ROOT = Path(__file__).parents[1]
-# Processes share the cores: threads that spin while they wait would starve the others.
-ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}
+# pass@k
 
 
 @pytest.mark.parametrize(
     "n, c, k", [(5, 2, 1), (5, 2, 3), (6, 1, 6), (4, 0, 2), (4, 4, 1), (8, 3, 4)]
 )
 def test_pass_at_k_is_the_share_of_the_draws_of_k_samples_with_a_right_one(n, c, k):
-    draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+    samples = [True] * c + [False] * (n - c)
+    draws = list(itertools.combinations(samples, k))
+    with_a_right_one = sum(any(draw) for draw in draws)
+    assert pass_at_k(n, c, k) == pytest.approx(with_a_right_one / len(draws), abs=1e-12)
 
 
-def test_pass_at_1_is_the_share_of_right_samples_and_is_not_1_minus_the_power_of_the_others():
+def test_pass_at_k_draws_without_replacement():
     assert pass_at_k(8, 2, 1) == 2 / 8
-    # (1 - 2/8)^4 = 0.316 would be biased: without replacement it is C(6, 4) / C(8, 4) = 15/70.
+    # Four wrong ones in a row: C(6, 4) / C(8, 4) = 15/70. (1 - 2/8)^4 = 0.316 would be
+    # with replacement, and biased.
     assert pass_at_k(8, 2, 4) == pytest.approx(1 - 15 / 70)
 
 
@@ -58,216 +64,354 @@ def test_pass_at_k_refuses_what_cannot_be(n, c, k):
 
 def test_the_interval_of_a_share_is_that_of_the_binomial_distribution():
     # 300 of 1000 problems right: standard error sqrt(0.3 * 0.7 / 1000) = 0.01449.
-    found = estimate({"task": [1] * 300 + [0] * 700}, 1)["pass@k"]["task"]["1"]
-    assert found["value"] == pytest.approx(0.3, abs=1e-12)
-    # Quantiles of 10,000 resamples have a standard error of 0.027 standard errors = 0.0004.
+    summary = estimate({"task": [1] * 300 + [0] * 700}, n=1)["pass@k"]["task"]["1"]
+    assert summary["value"] == pytest.approx(0.3, abs=1e-12)
+    # Quantiles of 10,000 resamples have a standard error of 0.027 standard errors,
+    # 0.0004.
     low, high = 0.3 - 1.96 * 0.01449, 0.3 + 1.96 * 0.01449
-    assert found["interval"] == pytest.approx([low, high], abs=0.0015)
+    assert summary["interval"] == pytest.approx([low, high], abs=0.0015)
 
 
 def test_problems_are_resampled_with_all_their_samples():
-    # Half of 400 problems always right, half never. The 8 samples of a problem say the same: the
-    # standard error is sqrt(0.25 / 400) = 0.025, and not that of 3200 samples, 0.0088.
-    found = estimate({"task": [8] * 200 + [0] * 200}, 8)["pass@k"]["task"]
+    # Half of 400 problems are always right, half never. The 8 samples of a problem say
+    # the same: the standard error is sqrt(0.25 / 400) = 0.025, and not that of 3200
+    # samples, 0.0088.
+    summary = estimate({"task": [8] * 200 + [0] * 200}, n=8)["pass@k"]["task"]
     for k in "1", "8":
-        assert found[k]["interval"] == pytest.approx([0.5 - 0.049, 0.5 + 0.049], abs=0.003)
-    # Where every problem is like every other, to draw other problems changes nothing.
-    found = estimate({"task": [3] * 50}, 8)["pass@k"]["task"]
-    for k in 1, 2, 3, 4, 5, 6, 7, 8:
-        assert found[str(k)]["value"] == pytest.approx(pass_at_k(8, 3, k), abs=1e-12)
-        assert found[str(k)]["interval"] == pytest.approx([pass_at_k(8, 3, k)] * 2, abs=1e-12)
+        interval = [0.5 - 0.049, 0.5 + 0.049]
+        assert summary[k]["interval"] == pytest.approx(interval, abs=0.003)
+
+
+def test_to_draw_other_problems_changes_nothing_where_each_is_like_the_others():
+    summary = estimate({"task": [3] * 50}, n=8)["pass@k"]["task"]
+    # Not at k = 6 to 8: of 6 samples one is right, as only 5 are wrong.
+    for k in range(1, 6):
+        value = pass_at_k(8, 3, k)
+        assert summary[str(k)]["value"] == pytest.approx(value, abs=1e-12)
+        assert summary[str(k)]["interval"] == pytest.approx([value] * 2, abs=1e-12)
+
+
+def test_none_of_30_problems_right_has_the_exact_binomial_interval():
+    # The bootstrap would say [0, 0]. With a share p, none of 30 is right with
+    # probability (1 - p)^30, which is 2.5% at p = 1 - 0.025^(1/30) = 0.1157.
+    summary = estimate({"task": [0] * 30}, n=8)["pass@k"]["task"]
+    for k in "1", "8":
+        assert summary[k]["value"] == 0
+        assert summary[k]["interval"] == pytest.approx([0, 0.1157], abs=1e-4)
+
+
+def test_all_of_30_problems_right_have_the_exact_binomial_interval():
+    # 1 - 0.1157 = 0.8843.
+    summary = estimate({"task": [4] * 30}, n=4)["pass@k"]["task"]
+    for k in "1", "4":
+        assert summary[k]["value"] == 1
+        assert summary[k]["interval"] == pytest.approx([0.8843, 1], abs=1e-4)
+
+
+@pytest.mark.parametrize("problems", range(30, 60))
+def test_so_have_problems_that_are_all_solved_by_some_of_n_samples(problems):
+    # pass@4 of each is 1. Shares such as 1/3 add up to 1 but for rounding.
+    counts = [1 + problem % 4 for problem in range(problems)]
+    summary = estimate({"task": counts}, n=4)["pass@k"]["task"]["4"]
+    assert summary["value"] == 1
+    low = 0.025 ** (1 / problems)
+    assert summary["interval"] == pytest.approx([low, 1], abs=1e-9)
 
 
 def test_the_average_weighs_benchmarks_alike_and_adds_up_their_variances():
-    found = estimate({"large": [1] * 300 + [0] * 700, "small": [1] * 50 + [0] * 50}, 1)
-    average = found["average"]["1"]
-    assert average["value"] == pytest.approx((0.3 + 0.5) / 2)  # by problems: 350 / 1100 = 0.318
-    # sqrt(0.01449^2 + 0.05^2) / 2 = 0.02603, where 0.05 = sqrt(0.25 / 100)
+    counts = {"large": [1] * 300 + [0] * 700, "small": [1] * 50 + [0] * 50}
+    average = estimate(counts, n=1)["average"]["1"]
+    # By problems it would be 350 / 1100 = 0.318.
+    assert average["value"] == pytest.approx((0.3 + 0.5) / 2)
+    # sqrt(0.01449^2 + 0.05^2) / 2 = 0.02603, where 0.05 = sqrt(0.25 / 100).
     low, high = 0.4 - 1.96 * 0.02603, 0.4 + 1.96 * 0.02603
     assert average["interval"] == pytest.approx([low, high], abs=0.003)
 
 
+def test_the_average_of_benchmarks_all_right_has_the_interval_of_the_smallest():
+    counts = {"large": [1] * 1000, "small": [1] * 30}
+    average = estimate(counts, n=1)["average"]["1"]
+    assert average["value"] == 1
+    assert average["interval"] == pytest.approx([0.8843, 1], abs=1e-4)
+
+
 def test_the_bootstrap_gives_the_same_interval_every_time():
     counts = {"task": [0, 1, 2, 4, 4, 1, 0]}
-    assert estimate(counts, 4) == estimate(counts, 4)
+    assert estimate(counts, n=4) == estimate(counts, n=4)
 
 
 # On the engine
 
 
-def test_evaluate_counts_the_right_samples_of_each_problem(engine, policy):
-    problems, prompts, *_ = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
-    correct = evaluate(engine, problems[:64], prompts[:64], "exact", samples=4, max_tokens=64)
-    assert len(correct) == 64 and set(correct) <= set(range(5))
-    # The embedded policy solves about half: standard error sqrt(0.25 / 64) = 0.06 at most.
-    assert 0.3 < sum(correct) / 256 < 0.8
-    # The noise is a function of the seed and the problem.
-    few = problems[:16], prompts[:16], "exact", 4
-    assert evaluate(engine, *few, max_tokens=64) == correct[:16]
-    assert evaluate(engine, *few, seed=1, max_tokens=64) != correct[:16]
+def evaluate_tiny(engine, heldout, first: int, last: int, **options: Any) -> list[int]:
+    """Right samples of the held-out problems from `first` up to `last`."""
+    return evaluate(
+        engine,
+        heldout.problems[first:last],
+        heldout.prompts[first:last],
+        "exact",
+        first=first,
+        max_tokens=64,
+        **options,
+    )
 
 
-def test_the_samples_of_a_problem_do_not_depend_on_the_chunk_that_it_comes_in(engine, policy):
-    problems, prompts, *_ = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
-
-    def counts(first, last):
-        chunk = problems[first:last], prompts[first:last]
-        return evaluate(engine, *chunk, "exact", samples=4, first=first, max_tokens=64)
-
-    assert counts(0, 12) == counts(0, 7) + counts(7, 8) + counts(8, 12)
+def test_evaluate_counts_the_right_samples_of_each_problem(engine, policy, heldout):
+    correct = evaluate_tiny(engine, heldout, 0, 64, samples=4)
+    assert len(correct) == 64
+    assert set(correct) <= set(range(5))
+    # The embedded policy solves 0.44: standard error at most sqrt(0.25 / 64) = 0.06.
+    assert sum(correct) / 256 == pytest.approx(0.44, abs=3 * 0.06)
 
 
-def test_greedy_samples_are_scored_as_they_read(engine, policy):
-    problems, prompts, *_ = load_prompts("tiny", "heldout", load_model_files("tiny")[0], room=64)
-    texts = engine.sample(prompts[:32], 1, [0] * 32, temperature=0, max_tokens=64).text
-    right = [text.split()[-1] == p["answer"] for text, p in zip(texts, problems, strict=False)]
-    assert score(texts, [p["answer"] for p in problems[:32]], "exact") == right
-    counts = evaluate(engine, problems[:32], prompts[:32], "exact", temperature=0, max_tokens=64)
-    assert counts == right  # one sample of each problem: 1 or 0 right
+def test_the_noise_of_an_evaluation_is_a_function_of_the_seed_and_the_problem(
+    engine, policy, heldout
+):
+    correct = evaluate_tiny(engine, heldout, 0, 32, samples=4)
+    assert evaluate_tiny(engine, heldout, 0, 16, samples=4) == correct[:16]
+    assert evaluate_tiny(engine, heldout, 0, 16, samples=4, seed=1) != correct[:16]
+
+
+def test_the_samples_of_a_problem_do_not_depend_on_the_chunk_that_it_comes_in(
+    engine, policy, heldout
+):
+    whole = evaluate_tiny(engine, heldout, 0, 12, samples=4)
+    chunks = []
+    for first, last in (0, 7), (7, 8), (8, 12):
+        chunks += evaluate_tiny(engine, heldout, first, last, samples=4)
+    assert chunks == whole
+
+
+def test_greedy_samples_are_scored_as_they_read(engine, policy, heldout):
+    prompts = heldout.prompts[:64]
+    answers = [problem["answer"] for problem in heldout.problems[:64]]
+    greedy = engine.sample(prompts, 1, [0] * 64, temperature=0, max_tokens=64)
+    right = [
+        text.split()[-1] == answer
+        for text, answer in zip(greedy.text, answers, strict=True)
+    ]
+    assert 0 < sum(right) < 64
+    assert score(greedy.text, answers, "exact") == right
+    # One sample of each problem: 1 or 0 are right.
+    assert evaluate_tiny(engine, heldout, 0, 64, temperature=0) == right
 
 
 # As a script
 
 
-# python eval.py, which dies of kill -9 when its third chunk is sampled and not yet written.
+# python eval.py, which dies of kill -9 when its third chunk is sampled and not written.
 KILLED = """
-import os, results, runpy, signal
+import os, runpy, signal
+from support import results
 
-def append(path, task, first, correct, append=results.append):
+append = results.append
+
+def append_until_killed(path, task, first, correct):
     if first == 8:
         os.kill(os.getpid(), signal.SIGKILL)
     append(path, task, first, correct)
 
-results.append = append
+results.append = append_until_killed
 runpy.run_path("eval.py", run_name="__main__")
 """
 
 
 @pytest.fixture(scope="module")
-def done(run_here, tmp_path_factory):
-    """Two benchmarks of 40 and of 9 problems and a dropped one, evaluated undisturbed on one rank,
-    this process (folder "whole"), and killed on one rank and resumed on two (folder "killed")."""
-    folder = tmp_path_factory.mktemp("evaluation")
-    lines = (ROOT / "tiny/heldout.jsonl").read_text().splitlines()[100:109]
-    lines.append(json.dumps({"prompt": "1" * 70 + "+1", "answer": "1" * 69 + "2"}))
-    (folder / "sums").mkdir()
-    (folder / "sums/heldout.jsonl").write_text("\n".join(lines))
-    shutil.copy(ROOT / "tiny/task.json", folder / "sums")
-    flags = f"--task tiny {folder}/sums --samples=4 --limit=40 --drop_long --chunk_responses=16"
-    flags = flags.split()
+def evaluations(run_here, tmp_path_factory) -> SimpleNamespace:
+    """Two benchmarks, of 40 problems and of 9 and a dropped one, evaluated twice.
 
-    out_dir = f"--out_dir={folder / 'killed'}"
-    options = dict(cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    killed = subprocess.Popen([sys.executable, "-c", KILLED, *flags, out_dir], **options, text=True)
+    Undisturbed on one rank, this process: `whole`, its folder, and `printed`. And
+    killed on one rank and resumed on two: `killed`, its folder; `left`, what the kill
+    left of problems.jsonl; `printed_resumed`.
+    """
+    folder = tmp_path_factory.mktemp("evaluation")
+    sums = folder / "sums"
+    sums.mkdir()
+    lines = (ROOT / "tiny/heldout.jsonl").read_text().splitlines()[100:109]
+    too_long = {"prompt": "1" * 70 + "+1", "answer": "1" * 69 + "2"}
+    lines.append(json.dumps(too_long))
+    (sums / "heldout.jsonl").write_text("\n".join(lines))
+    shutil.copy(ROOT / "tiny/task.json", sums)
+    flags = ["--task", "tiny", str(sums), "--samples=4", "--limit=40", "--drop_long"]
+    # 16 responses are 4 problems.
+    flags += ["--chunk_responses=16"]
+
+    killed_flags = [*flags, f"--out_dir={folder / 'killed'}"]
+    killed = subprocess.Popen(
+        [sys.executable, "-c", KILLED, *killed_flags],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     with contextlib.redirect_stdout(io.StringIO()) as printed:  # meanwhile
         run_here(eval, *flags, f"--out_dir={folder / 'whole'}")
     _, errors = killed.communicate()
     assert killed.returncode == -signal.SIGKILL, errors
     left = (folder / "killed/problems.jsonl").read_text()
-    two_ranks = [*TORCHRUN, "--standalone", "--nproc-per-node=2", ROOT / "eval.py"]
-    resumed = subprocess.run([*two_ranks, *flags, out_dir], **options, text=True)
+    resumed = subprocess.run(
+        [*TORCHRUN, "--standalone", "--nproc-per-node=2", "eval.py", *killed_flags],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
     assert resumed.returncode == 0, resumed.stderr
-    return folder, left, printed.getvalue(), resumed.stdout
+    return SimpleNamespace(
+        flags=flags,
+        sums=str(sums),
+        whole=folder / "whole",
+        printed=printed.getvalue(),
+        killed=folder / "killed",
+        left=left,
+        printed_resumed=resumed.stdout,
+    )
 
 
-def test_a_killed_evaluation_goes_on_from_its_last_chunk_on_any_number_of_ranks(done):
-    folder, left, printed, resumed = done
-    assert len(left.splitlines()) == 1 + 8  # settings, then two chunks of 16 / 4 problems
-    assert "tiny: 8 of" in printed and "tiny: 8 of" not in resumed
-    assert (folder / "killed/problems.jsonl").read_text().startswith(left)
+def test_a_killed_evaluation_goes_on_from_its_last_chunk_on_any_number_of_ranks(
+    evaluations,
+):
+    # The settings, then two chunks of four problems.
+    assert len(evaluations.left.splitlines()) == 1 + 2 * 4
+    assert "tiny: 8 of" in evaluations.printed
+    assert "tiny: 8 of" not in evaluations.printed_resumed
+    resumed = (evaluations.killed / "problems.jsonl").read_text()
+    assert resumed.startswith(evaluations.left)
     for name in "problems.jsonl", "results.json", "results.md":
-        assert (folder / "killed" / name).read_text() == (folder / "whole" / name).read_text()
+        text = (evaluations.killed / name).read_text()
+        assert text == (evaluations.whole / name).read_text(), name
 
 
-def test_results_json_has_settings_counts_and_every_k_with_its_interval(done):
-    folder, _, _, _ = done
-    result = json.loads((folder / "whole/results.json").read_text())
-    expected = dict(model="tiny", split="heldout", samples=4, temperature=1.0, top_p=1.0, seed=0)
+def test_results_json_has_settings_counts_and_every_k_with_its_interval(evaluations):
+    result = json.loads((evaluations.whole / "results.json").read_text())
+    expected = {
+        "model": "tiny",
+        "split": "heldout",
+        "samples": 4,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": 0,
+    }
     assert expected.items() <= result["settings"].items()
-    sums = f"{folder}/sums"
-    about = result["settings"]["benchmarks"]
-    assert [(b["problems"], b["dropped"]) for b in about.values()] == [(40, 0), (9, 1)]
-    assert [len(counts) for counts in result["correct"].values()] == [40, 9]
+    tasks = ["tiny", evaluations.sums]
+    benchmarks = result["settings"]["benchmarks"]
+    assert list(benchmarks) == tasks
+    sizes = [(about["problems"], about["dropped"]) for about in benchmarks.values()]
+    assert sizes == [(40, 0), (9, 1)]
+    assert [len(result["correct"][task]) for task in tasks] == [40, 9]
     for k in 1, 2, 3, 4:
         means = []
-        for task in "tiny", sums:
-            found, counts = result["pass@k"][task][str(k)], result["correct"][task]
-            means.append(sum(pass_at_k(4, c, k) for c in counts) / len(counts))
-            assert found["value"] == pytest.approx(means[-1])
-            assert found["interval"][0] < found["value"] <= found["interval"][1] <= 1
-        assert result["average"][str(k)]["value"] == pytest.approx(sum(means) / 2)
-    # The embedded policy solves about half: standard error 0.5 / sqrt(160) = 0.04 or some more.
-    assert 0.3 < result["pass@k"]["tiny"]["1"]["value"] < 0.8
+        for task in tasks:
+            counts = result["correct"][task]
+            mean = sum(pass_at_k(4, c, k) for c in counts) / len(counts)
+            means.append(mean)
+            summary = result["pass@k"][task][str(k)]
+            assert summary["value"] == pytest.approx(mean)
+            low, high = summary["interval"]
+            assert 0 <= low < high <= 1
+            assert low <= summary["value"] <= high
+        average = result["average"][str(k)]["value"]
+        assert average == pytest.approx(sum(means) / 2)
+    # The embedded policy solves 0.44: standard error 0.5 / sqrt(160) = 0.04 or more.
+    assert result["pass@k"]["tiny"]["1"]["value"] == pytest.approx(0.44, abs=0.2)
 
 
-def test_the_table_is_printed_and_written_with_its_settings(done):
-    folder, _, printed, _ = done
-    text = (folder / "whole/results.md").read_text()
-    assert text in printed
-    result = json.loads((folder / "whole/results.json").read_text())
-    cell = "{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
-    tiny, average = (
-        " | ".join(cell.format(**found[k]) for k in "124")
-        for found in (result["pass@k"]["tiny"], result["average"])
-    )
+def test_the_table_is_printed_and_written_with_its_settings(evaluations):
+    text = (evaluations.whole / "results.md").read_text()
+    assert text in evaluations.printed
+    result = json.loads((evaluations.whole / "results.json").read_text())
+
+    def cells(estimates: dict[str, Any]) -> str:
+        texts = []
+        for k in "124":
+            low, high = estimates[k]["interval"]
+            texts.append(f"{estimates[k]['value']:.3f} [{low:.3f}, {high:.3f}]")
+        return " | ".join(texts)
+
     for line in (
         "| benchmark | problems | pass@1 [95%] | pass@2 [95%] | pass@4 [95%] |",
-        f"| tiny | 40 | {tiny} |",
-        f"| mean of benchmarks |  | {average} |",
+        f"| tiny | 40 | {cells(result['pass@k']['tiny'])} |",
+        f"| mean of benchmarks |  | {cells(result['average'])} |",
         "- temperature: 1.0",
         "- samples: 4 of each problem",
-        f"- dropped prompts: 0 of tiny, 1 of {folder}/sums",
+        f"- dropped prompts: 0 of tiny, 1 of {evaluations.sums}",
     ):
         assert line in text.splitlines()
 
 
-def test_a_finished_evaluation_is_reported_again_without_an_engine(done, run_here):
-    folder, _, _, _ = done
-    before = (folder / "whole/results.md").read_text()
-    (folder / "whole/results.md").unlink()
-    flags = f"--task tiny {folder}/sums --samples=4 --limit=40 --drop_long --kv_cache_gb=1e9"
+def test_a_finished_evaluation_is_reported_again_without_an_engine(
+    evaluations, run_here
+):
+    table = evaluations.whole / "results.md"
+    before = table.read_text()
+    table.unlink()
     # An engine would want an exabyte.
-    run_here(eval, *flags.split(), f"--out_dir={folder}/whole")
-    assert (folder / "whole/results.md").read_text() == before
+    flags = [*evaluations.flags, "--kv_cache_gb=1e9"]
+    run_here(eval, *flags, f"--out_dir={evaluations.whole}")
+    assert table.read_text() == before
 
 
 # The folder of results
 
 
-def settings(**changed):
-    cfg = EvalConfig(limit=4, **changed)
-    return settings_of(cfg, *load_evaluation(cfg))
+def settings(**fields: Any) -> dict[str, Any]:
+    """The settings of an evaluation on four problems, with these fields."""
+    cfg = EvalConfig(limit=4, **fields)
+    model, benchmarks = load_benchmarks(cfg)
+    return settings_of(cfg.model_dump(), model, benchmarks)
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"temperature": 0.7}, {"top_p": 0.9}, {"samples": 2}, {"seed": 1}, {"split": "train"}]
-    + [{"max_response_tokens": 32}, {"dtype": "bfloat16"}],
+    "field, value",
+    [
+        ("temperature", 0.7),
+        ("top_p", 0.9),
+        ("samples", 2),
+        ("seed", 1),
+        ("split", "train"),
+        ("max_response_tokens", 32),
+        ("dtype", "bfloat16"),
+    ],
 )
-def test_results_of_other_settings_are_refused_and_left_as_they_are(changed, tmp_path):
+def test_results_of_other_settings_are_refused_and_left_as_they_are(
+    field, value, tmp_path
+):
     path = tmp_path / "problems.jsonl"
     begin_or_resume(path, settings())
     append(path, "tiny", 0, [3, 8])
     before = path.read_bytes()
-    assert default_folder(settings()) != default_folder(settings(**changed))
-    with pytest.raises(Refused, match=rf"has other settings \(.*{next(iter(changed))}"):
-        begin_or_resume(path, settings(**changed))
+    other = settings(**{field: value})
+    assert default_folder(other) != default_folder(settings())
+    with pytest.raises(Refused, match=rf"has other settings \(.*{field}"):
+        begin_or_resume(path, other)
     assert path.read_bytes() == before
+
+
+def test_what_only_makes_it_faster_is_no_other_setting(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    begin_or_resume(path, settings())
+    append(path, "tiny", 0, [3, 8])
     faster = settings(chunk_responses=1, kv_cache_gb=1.0, verbose=True)
+    assert default_folder(faster) == default_folder(settings())
     assert begin_or_resume(path, faster) == {"tiny": [3, 8]}
 
 
-def test_other_weights_and_other_problems_under_the_same_name_are_other_settings(tmp_path):
-    shutil.copytree(ROOT / "tiny", tmp_path / "model")
-    cfg = dict(model=str(tmp_path / "model"), task=[str(tmp_path / "model/heldout.jsonl")])
-    before = settings(**cfg)
-    weights = tmp_path / "model/model.safetensors"
+def test_other_weights_and_other_problems_under_the_same_name_are_other_settings(
+    tmp_path,
+):
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "tiny", model)
+    problems = model / "heldout.jsonl"
+    fields = {"model": str(model), "task": [str(problems)]}
+    before = settings(**fields)
+    weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    other = settings(**cfg)
-    assert other["weights"] != before["weights"] and other["benchmarks"] == before["benchmarks"]
-    problems = tmp_path / "model/heldout.jsonl"
+    after = settings(**fields)
+    assert after["weights"] != before["weights"]
+    assert after["benchmarks"] == before["benchmarks"]
     problems.write_text("\n".join(problems.read_text().splitlines()[1:]))
-    assert settings(**cfg)["benchmarks"] != before["benchmarks"]
+    assert settings(**fields)["benchmarks"] != before["benchmarks"]
 
 
 def test_a_line_torn_by_a_kill_is_sampled_again(tmp_path):
@@ -281,11 +425,15 @@ def test_a_line_torn_by_a_kill_is_sampled_again(tmp_path):
     assert begin_or_resume(path, settings()) == {"tiny": [3, 8, 1, 0]}
 
 
-@pytest.mark.parametrize("text", ["", "notes", "[1, 2]\n", "HEAD\nnotes\n", "HEAD\nROW\nROW\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "notes", "[1, 2]\n", "SETTINGS\nnotes\n", "SETTINGS\nROW\nROW\n"],
+    ids=["empty", "notes", "list", "notes below", "two wrote at once"],
+)
 def test_a_file_that_holds_no_results_is_refused_and_left_as_it_is(text, tmp_path):
     path = tmp_path / "problems.jsonl"
-    row = json.dumps({"task": "tiny", "problem": 0, "correct": 3})  # twice: two wrote at once
-    text = text.replace("HEAD", json.dumps(settings())).replace("ROW", row)
+    row = json.dumps({"task": "tiny", "problem": 0, "correct": 3})
+    text = text.replace("SETTINGS", json.dumps(settings())).replace("ROW", row)
     path.write_text(text)
     with pytest.raises(Refused, match="does not hold results by problem"):
         begin_or_resume(path, settings())
@@ -294,25 +442,28 @@ def test_a_file_that_holds_no_results_is_refused_and_left_as_it_is(text, tmp_pat
 
 def test_the_table_has_powers_of_two_and_n(tmp_path):
     counts = {"tiny": [0, 3, 6, 1]}
-    text = write_report(tmp_path, settings(samples=6), estimate(counts, 6), counts)
-    head = "| benchmark | problems | pass@1 [95%] | pass@2 [95%] | pass@4 [95%] | pass@6 [95%] |"
-    assert text.splitlines()[0] == head and "mean of" not in text
-    assert list(json.loads((tmp_path / "results.json").read_text())["pass@k"]["tiny"]) == [
-        *"123456"
-    ]
+    result = estimate(counts, n=6)
+    text = write_report(tmp_path, settings(samples=6), result, counts)
+    ks = [1, 2, 4, 6]
+    head = " | ".join(["benchmark", "problems", *(f"pass@{k} [95%]" for k in ks)])
+    assert text.splitlines()[0] == f"| {head} |"
+    assert "mean of" not in text  # there is one benchmark
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert list(stored["pass@k"]["tiny"]) == ["1", "2", "3", "4", "5", "6"]
 
 
 # What the user can get wrong
 
 
 def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
-    tokenizer, _ = load_model_files("tiny")
-    # "478+805" is 9 tokens with <bos> and ':'; four digits make 11.
-    with pytest.raises(ValueError, match="of 512 heldout prompts of tiny have over 9 tokens"):
-        load_prompts("tiny", "heldout", tokenizer, room=9)
-    problems, prompts, *_ = load_prompts("tiny", "heldout", tokenizer, room=9, drop=True)
-    assert {len(prompt) for prompt in prompts} == {9}
-    assert f"dropped: {512 - len(problems)} of 512" in capsys.readouterr().out
+    # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context is 128.
+    with pytest.raises(Refused, match="of 4096 train prompts of tiny have over 9"):
+        load_data(Config(max_response_tokens=119))
+    heldout = load_data(Config(max_prompt_tokens=9)).heldout
+    assert {len(prompt) for prompt in heldout.prompts} == {9}
+    assert heldout.dropped == 512 - len(heldout.problems) > 0
+    printed = capsys.readouterr().out
+    assert f"dropped: {heldout.dropped} of 512 heldout prompts of tiny" in printed
 
 
 @pytest.mark.parametrize(
@@ -321,25 +472,26 @@ def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
         ("--task tiny sums", "unknown task 'sums'"),
         ("--task tiny tiny", "a task is given twice"),
         ("--model=missing", "no model at 'missing'"),
-        ("--samples=0", "samples is 0"),
-        ("--samples=-1", "samples is -1"),
-        ("--samples=many", "invalid int value: 'many'"),
-        ("--temperature=-1", "temperature is -1.0"),
-        ("--temperature=2.5", "temperature of 0 (greedy) or 0.01 to 2"),
-        ("--temperature=0.001", "temperature of 0 (greedy) or 0.01 to 2"),
-        ("--temperature=nan", "temperature of 0 (greedy) or 0.01 to 2"),
+        ("--samples=-1", "samples is '-1'"),
+        ("--samples=many", "samples is 'many': input should be a valid integer"),
+        ("--temperature=-1", "temperature is '-1'"),
+        ("--temperature=2.5", "temperature is '2.5'"),
+        ("--temperature=0.001", "give 0 (greedy), or at least the 0.01"),
+        ("--temperature=nan", "temperature is 'nan'"),
         ("--temperature=0 --samples=4", "greedy samples are all the same"),
-        ("--top_p=0", "top_p is 0.0"),
-        ("--top_p=1.5", "top_p of at most 1"),
-        ("--split=test", "invalid choice: 'test'"),
-        ("--limit=-3", "limit is -3"),
-        ("--chunk_responses=0", "chunk_responses is 0"),
+        ("--top_p=0", "top_p is '0'"),
+        ("--top_p=1.5", "top_p is '1.5'"),
+        ("--split=test", "split is 'test': input should be 'train' or 'heldout'"),
+        ("--limit=-3", "limit is '-3'"),
+        ("--chunk_responses=0", "chunk_responses is '0'"),
         ("--kv_cache=1", "unrecognized arguments: --kv_cache"),
-        # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context is 128.
+        ("--rollout_tp=2", "rollout_tp is 2: it has to divide the 1 ranks of a node"),
+        # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context
+        # is 128.
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),
         (
             "--max_response_tokens=130 --drop_long",
-            "512 of 512 heldout prompts of tiny have over -2",
+            "512 of 512 heldout prompts of tiny have over -2 tokens",
         ),
     ],
 )
@@ -347,19 +499,30 @@ def test_bad_input_is_one_sentence_before_the_engine_is_built(
     arguments, sentence, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["eval.py", f"--out_dir={out}", *arguments.split()])
+    command = ["eval.py", f"--out_dir={out}", *arguments.split()]
+    monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(eval, "init_distributed", lambda: pytest.fail("too late"))
     with pytest.raises(Refused) as refused:
         eval.main()
     assert sentence in str(refused.value)
-    assert "\n" not in str(refused.value) and not out.exists()
+    assert "\n" not in str(refused.value)
+    assert not out.exists()
 
 
-def test_what_the_user_leaves_open_is_decided_by_the_other_settings(tmp_path):
+@pytest.mark.parametrize("temperature, samples", [("0", 1), ("1.0", 8)])
+def test_the_number_of_samples_is_8_or_1_if_they_would_all_be_the_same(
+    temperature, samples, tmp_path
+):
     recipe = tmp_path / "eval.yaml"
     recipe.write_text("task: tiny\nlimit: 4\n")
-    for temperature, samples in ("0", 1), ("1.0", 8):  # greedy samples would all be the same
-        cfg = parse_config([f"--config={recipe}", f"--temperature={temperature}"], EvalConfig)
-        load_evaluation(cfg)
-        assert (cfg.samples, cfg.task, cfg.limit) == (samples, ["tiny"], 4)
-        assert cfg.dtype in ("float32", "bfloat16")
+    flags = [f"--config={recipe}", f"--temperature={temperature}"]
+    cfg = parse_flags(EvalConfig, flags)
+    load_benchmarks(cfg)
+    assert (cfg.samples, cfg.task, cfg.limit) == (samples, ["tiny"], 4)
+    assert cfg.dtype in ("float32", "bfloat16")
+
+
+def test_a_run_is_evaluated_by_its_model(tmp_path):
+    shutil.copytree(ROOT / "tiny", tmp_path / "run/model")
+    model, _ = load_benchmarks(EvalConfig(model=str(tmp_path / "run"), limit=4))
+    assert Path(model) == tmp_path / "run/model"

@@ -1,4 +1,8 @@
-"""A run that is killed, anywhere, and resumed does what a run does that was left alone."""
+"""A run that is killed, anywhere, and resumed does what a run does that was left alone.
+
+Also what it is resumed from: checkpoints, the log, the reports. And what --resume
+refuses.
+"""
 
 import json
 import os
@@ -7,42 +11,77 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT, TORCHRUN
+from launch import ENVIRONMENT, read_metrics
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import train
-from checkpoint import check_resume, checkpoints, load_checkpoint, merge
-from config import REPORTS, Config, Refused, check_config
-from log import Log, reporter
-from policy import build_policy
+from policy import Policy, build_policy
 from rollout import Rollouts
-from train import save_checkpoint
+from support.checkpoints import (
+    MAY_DIFFER,
+    check_resume,
+    checkpoints,
+    join_ranks,
+    load_checkpoint,
+    save_checkpoint,
+)
+from support.flags import Refused
+from support.log import Log, check_reporter, reporter
+from train import Config
 
-ROOT = Path(__file__).parents[1]
-SIZE = dict(prompts_per_step=5, group_size=4, eval_problems=16, eval_every=3, save_every=2)
-# Its engine in float32: in bfloat16, ranks with batches of another size round otherwise.
-LAGGED = SIZE | dict(lag=1, steps=8, minibatches=2, rollout_dtype="float32", learning_rate=4e-4)
-FRESH = SIZE | dict(steps=4, passes=2, objective="decoupled", rollout_quantization="fp8_emulated")
+SIZE = {
+    "prompts_per_step": 5,
+    "group_size": 4,
+    "eval_problems": 16,
+    "eval_every": 3,
+    "save_every": 2,
+}
+# Its engine is in float32: in bfloat16, ranks with batches of another size round
+# otherwise.
+LAGGED = {
+    **SIZE,
+    "lag": 1,
+    "steps": 8,
+    "minibatches": 2,
+    "rollout_dtype": "float32",
+    "learning_rate": 4e-4,
+}
+FRESH = {
+    **SIZE,
+    "steps": 4,
+    "passes": 2,
+    "objective": "experiments.objectives:decoupled",
+    "rollout_quantization": "fp8_per_channel",
+}
 
 
-def flags(fields, out_dir, *more):
-    return [*(f"--{name}={value}" for name, value in fields.items()), f"--out_dir={out_dir}", *more]
+def flags_of(fields: dict[str, Any], out_dir: Path | str, *more: str) -> list[str]:
+    """The command line of a configuration."""
+    flags = [f"--{name}={value}" for name, value in fields.items()]
+    return [*flags, f"--out_dir={out_dir}", *more]
 
 
-def start_lives(tmp, core, runs):
+def life(flags: list[str], blow: list | None = None, copy_to: Path | None = None):
+    """A line of the file that lives.py reads."""
+    return {"flags": flags, "blow": blow, "copy_to": copy_to and str(copy_to)}
+
+
+def start_lives(folder: Path, core: int, runs: list[dict]) -> subprocess.Popen:
     """Start tests/lives.py on one of the cores (there may be only one)."""
-    Path(tmp, f"{core}.json").write_text(json.dumps(runs, default=str))
-    core = core % len(os.sched_getaffinity(0))
-    command = [sys.executable, ROOT / "tests/lives.py", tmp / f"{core}.json", str(core)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    file = folder / f"{core}.json"
+    file.write_text(json.dumps(runs))
+    core_here = core % len(os.sched_getaffinity(0))
     return subprocess.Popen(
-        command,
+        [sys.executable, ROOT / "tests/lives.py", file, str(core_here)],
         cwd=ROOT,
-        env=environment,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,45 +89,52 @@ def start_lives(tmp, core, runs):
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory):
-    """Runs killed again and again, with lag and without, and runs left alone:
-    (folder, [what each printed, exit code] of the killed run with lag, and of the others)."""
-    tmp = tmp_path_factory.mktemp("lives")
-    run, again = flags(LAGGED, tmp / "lagged"), flags(LAGGED, tmp / "lagged", "--resume")
+def lives(tmp_path_factory) -> SimpleNamespace:
+    """Runs killed again and again, with lag and without, and runs left alone.
+
+    `folder` has them; `lagged` and `others` are what each life printed, and its code.
+    """
+    folder = tmp_path_factory.mktemp("lives")
+    begin = flags_of(LAGGED, folder / "lagged")
+    go_on = flags_of(LAGGED, folder / "lagged", "--resume")
     lagged = [
-        [run, ["SIGTERM", "rollout", 1], tmp / "lagged-1"],
-        [again, ["SIGKILL", "rollout", 4], tmp / "lagged-2"],
-        [again, ["SIGKILL", "update", 6], tmp / "lagged-3"],
-        [again, ["SIGKILL", "save", 6], tmp / "lagged-4"],
-        [again, None, None],
+        life(begin, ["SIGTERM", "rollout", 1], copy_to=folder / "lagged-1"),
+        life(go_on, ["SIGKILL", "rollout", 4], copy_to=folder / "lagged-2"),
+        life(go_on, ["SIGKILL", "update", 6], copy_to=folder / "lagged-3"),
+        life(go_on, ["SIGKILL", "save", 6], copy_to=folder / "lagged-4"),
+        life(go_on),
     ]
-    alone = flags(LAGGED, tmp / "lagged-alone", "--keep_checkpoints=9")
+    fresh = folder / "fresh"
     others = [
-        [alone, None, None],
-        [flags(FRESH, tmp / "fresh-alone"), None, None],
-        [flags(FRESH, tmp / "fresh"), ["SIGKILL", "update", 4], None],
-        [flags(FRESH, tmp / "fresh", "--resume"), None, None],
+        life(flags_of(LAGGED, folder / "lagged-alone", "--keep_checkpoints=9")),
+        life(flags_of(FRESH, folder / "fresh-alone")),
+        life(flags_of(FRESH, fresh), ["SIGKILL", "update", 4]),
+        life(flags_of(FRESH, fresh, "--resume")),
     ]
-    started = [start_lives(tmp, core, runs) for core, runs in enumerate((lagged, others))]
+    processes = [
+        start_lives(folder, core, runs) for core, runs in enumerate((lagged, others))
+    ]
     ends = []
-    for process in started:
-        out, errors = process.communicate()
+    for process in processes:
+        printed, errors = process.communicate()
         assert process.returncode == 0, errors
-        ends.append(json.loads(out))
-    return tmp, *ends
+        ends.append(json.loads(printed))
+    return SimpleNamespace(folder=folder, lagged=ends[0], others=ends[1])
 
 
-def metrics(out_dir):
+def metrics(out_dir: Path) -> list[dict[str, Any]]:
     """The lines of a run without what differs between two runs of the same thing."""
-    rows = [json.loads(line) for line in open(Path(out_dir, "metrics.jsonl"))]
-    time_and_space = {"tokens_per_second", "peak_memory_gb"}
-    return [
-        {k: v for k, v in row.items() if not k.endswith("_seconds") and k not in time_and_space}
-        for row in rows
-    ]
+    rows = []
+    for row in read_metrics(out_dir):
+        for name in list(row):
+            if name.endswith(("_seconds", "_per_second")) or name == "peak_memory_gb":
+                del row[name]
+        rows.append(row)
+    return rows
 
 
-def names(out_dir):
+def names(out_dir: Path) -> list[str]:
+    """What there is in its checkpoints folder."""
     return sorted(path.name for path in Path(out_dir, "checkpoints").iterdir())
 
 
@@ -97,30 +143,35 @@ def names(out_dir):
 
 @pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_it_and_exits(lives):
-    tmp, ((printed, code), *_), _ = lives
-    assert code == 1 and "stopped by signal 15 after step 1: --resume goes on" in printed
-    assert names(tmp / "lagged-1") == ["step-000001"]
-    assert metrics(tmp / "lagged-1") == metrics(tmp / "lagged-alone")[:2]
+    end = lives.lagged[0]
+    assert end["code"] == 1
+    assert "stopped by signal 15 after step 1: --resume goes on" in end["printed"]
+    assert names(lives.folder / "lagged-1") == ["step-000001"]
+    alone = metrics(lives.folder / "lagged-alone")
+    assert metrics(lives.folder / "lagged-1") == alone[:2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "life, phase, last_line, left",
+    "number, last_line, left",
     [
-        (2, "rollout", 3, ["step-000001", "step-000002"]),
-        (3, "update", 5, ["step-000002", "step-000004"]),
-        (4, "save", 6, ["step-000002", "step-000004", "unfinished"]),
+        (2, 3, ["step-000001", "step-000002"]),
+        (3, 5, ["step-000002", "step-000004"]),
+        (4, 6, ["step-000002", "step-000004", "unfinished"]),
     ],
+    ids=["rollout", "update", "save"],
 )
 def test_after_kill_9_complete_checkpoints_and_whole_lines_are_there(
-    life, phase, last_line, left, lives
+    number, last_line, left, lives
 ):
-    tmp, ends, _ = lives
-    assert ends[life - 1][1] == -signal.SIGKILL, ends[life - 1][0]
-    rows = metrics(tmp / f"lagged-{life}")
-    assert rows == metrics(tmp / "lagged-alone")[: last_line + 1]  # each life's lines, none twice
-    assert names(tmp / f"lagged-{life}") == left
-    assert not (tmp / f"lagged-{life}" / "checkpoints/unfinished/.metadata").exists()
+    end = lives.lagged[number - 1]
+    assert end["code"] == -signal.SIGKILL, end["printed"]
+    out = lives.folder / f"lagged-{number}"
+    # The lines of each life, and none of them twice.
+    alone = metrics(lives.folder / "lagged-alone")
+    assert metrics(out) == alone[: last_line + 1]
+    assert names(out) == left
+    assert not (out / "checkpoints/unfinished/.metadata").exists()
 
 
 # What the resumed run does
@@ -129,24 +180,35 @@ def test_after_kill_9_complete_checkpoints_and_whole_lines_are_there(
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["lagged", "fresh"])
 def test_resumed_on_one_rank_it_equals_the_run_left_alone_bit_for_bit(run, lives):
-    tmp, lagged, others = lives
-    assert [code for _, code in [lagged[-1], *others]] == [0, 0, 0, -signal.SIGKILL, 0], lives
-    assert metrics(tmp / run) == metrics(tmp / f"{run}-alone")
+    assert lives.lagged[-1]["code"] == 0, lives.lagged[-1]["printed"]
+    codes = [end["code"] for end in lives.others]
+    assert codes == [0, 0, -signal.SIGKILL, 0], lives.others
+    resumed = lives.folder / run
+    alone = lives.folder / f"{run}-alone"
+    assert metrics(resumed) == metrics(alone)
     for name in "samples.jsonl", "model/model.safetensors":
-        assert (tmp / run / name).read_bytes() == (tmp / f"{run}-alone" / name).read_bytes(), name
-    assert metrics(tmp / run)[-1]["step"] == int(names(tmp / run)[-1].removeprefix("step-"))
+        assert (resumed / name).read_bytes() == (alone / name).read_bytes(), name
+    last_step = metrics(resumed)[-1]["step"]
+    assert names(resumed)[-1] == f"step-{last_step:06d}"
 
 
 @pytest.fixture(scope="module")
-def two_ranks(lives):
-    """The run killed while it saved step 6, resumed by two ranks with more steps to do; at step 8
-    torchrun, and torchrun alone, gets SIGTERM: (folder, what was printed)."""
-    out = lives[0] / "two-ranks"
-    shutil.copytree(lives[0] / "lagged-4", out)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    more = "--resume", "--keep_checkpoints=9", "--steps=99"
+def two_ranks(lives) -> tuple[Path, str]:
+    """The run killed while it saved step 6, resumed by two ranks: (folder, printed).
+
+    It has more steps to do. At step 8 torchrun, and torchrun alone, gets SIGTERM.
+    """
+    out = lives.folder / "two-ranks"
+    shutil.copytree(lives.folder / "lagged-4", out)
+    more = ["--resume", "--keep_checkpoints=9", "--steps=99"]
     process = subprocess.Popen(
-        [*command, ROOT / "train.py", *flags(LAGGED, out, *more)],
+        [
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node=2",
+            ROOT / "train.py",
+            *flags_of(LAGGED, out, *more),
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -163,74 +225,142 @@ def two_ranks(lives):
 
 @pytest.mark.slow
 def test_resumed_on_two_ranks_it_does_the_same_to_rounding(lives, two_ranks):
-    alone, two = metrics(lives[0] / "lagged-alone"), metrics(two_ranks[0])
+    alone = metrics(lives.folder / "lagged-alone")
+    two = metrics(two_ranks[0])
     assert two[:5] == alone[:5]  # before the checkpoint
-    for a, b in zip(alone[5:], two[5:9], strict=True):
-        assert (b["step"], b["weight_version"]) == (a["step"], a["weight_version"])
+    for of_one, of_two in zip(alone[5:], two[5:9], strict=True):
+        assert of_two["step"] == of_one["step"]
+        assert of_two["weight_version"] == of_one["weight_version"]
         for name in "reward", "response_tokens", "groups_with_signal":
-            assert b[name] == pytest.approx(a[name], rel=1e-6), name
-        for name in "ess", "grad_norm", "entropy", "loss", "learning_rate":
-            assert b[name] == pytest.approx(a[name], rel=1e-3), name
+            assert of_two[name] == pytest.approx(of_one[name], rel=1e-6), name
+        for name in "ess", "kl", "grad_norm", "entropy", "loss", "learning_rate":
+            assert of_two[name] == pytest.approx(of_one[name], rel=1e-3), name
 
 
 @pytest.mark.slow
 def test_torchrun_passes_a_sigterm_on_and_waits_for_the_checkpoint(two_ranks):
     out, printed = two_ranks
     last = metrics(out)[-1]["step"]
-    assert last >= 8 and f"stopped by signal 15 after step {last}" in printed
-    assert names(out)[-1] == f"step-{last:06d}" and "Traceback" not in printed.split("torch")[0]
+    assert last >= 8
+    assert f"stopped by signal 15 after step {last}" in printed
+    assert names(out)[-1] == f"step-{last:06d}"
+    # What follows is torchrun's own.
+    assert "Traceback" not in printed.split("torch")[0]
+
+
+def trainer_state(policy: Policy) -> tuple:
+    """What save_checkpoint and load_checkpoint take beside the policy, as at step 0."""
+    optimizer = torch.optim.AdamW(policy.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
+    return optimizer, schedule, deque()
+
+
+def whole(value: Any) -> Any:
+    """A sharded tensor, gathered; anything else as it is."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_has_what_a_checkpoint_of_one_has(lives, two_ranks, group):
+def test_a_checkpoint_of_two_ranks_has_what_a_checkpoint_of_one_has(
+    lives, two_ranks, group
+):
     states = []
-    for out in lives[0] / "lagged-alone", two_ranks[0]:
-        for later in checkpoints(out):
-            if later.name > "step-000008":
-                shutil.rmtree(later)
-        cfg = Config(**LAGGED, out_dir=str(out))
-        policy = build_policy(cfg, group)
-        optimizer = torch.optim.AdamW(policy.parameters())
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
-        queue = deque()
-        assert load_checkpoint(cfg, policy, optimizer, schedule, queue) == 8
-        assert schedule.last_epoch == 8 * cfg.minibatches
-        states.append((get_state_dict(policy, optimizer), *queue))
-    (((one, moments), batch), ((two, moments_of_two), batch_of_two)) = states
-    for name, weight in one.items():
-        assert torch.allclose(weight.full_tensor(), two[name].full_tensor(), atol=1e-4), name
-    for name, state in moments["state"].items():
-        for a, b in zip(state.values(), moments_of_two["state"][name].values(), strict=True):
-            a, b = (getattr(x, "full_tensor", lambda x=x: x)() for x in (a, b))
-            assert (a - b).norm() <= 1e-2 * a.norm(), name
-    assert batch.text == batch_of_two.text and len(batch.text) == 20
-    assert batch.weight_version == batch_of_two.weight_version == "7"
+    for out in lives.folder / "lagged-alone", two_ranks[0]:
+        for checkpoint in checkpoints(out):
+            if checkpoint.name > "step-000008":
+                shutil.rmtree(checkpoint)
+        policy = build_policy("tiny", group)
+        optimizer, schedule, queue = trainer_state(policy)
+        done = load_checkpoint(
+            out, policy, optimizer, schedule, queue, LAGGED["group_size"]
+        )
+        assert done == 8
+        assert schedule.last_epoch == 8 * LAGGED["minibatches"]
+        weights, moments = get_state_dict(policy, optimizer)
+        [waiting] = queue
+        states.append((weights, moments["state"], waiting))
+    (weights, moments, waiting), (weights_2, moments_2, waiting_2) = states
+    for name, weight in weights.items():
+        assert torch.allclose(whole(weight), whole(weights_2[name]), atol=1e-4), name
+    for name, of_weight in moments.items():
+        for kind, value in of_weight.items():
+            difference = whole(value) - whole(moments_2[name][kind])
+            assert difference.norm() <= 1e-2 * whole(value).norm(), (name, kind)
+    assert waiting.text == waiting_2.text
+    assert len(waiting.text) == 20
+    assert waiting.weight_version == waiting_2.weight_version == "7"
     for name in "tokens", "prompt_length", "mask", "truncated", "reward", "advantage":
-        assert torch.equal(getattr(batch, name), getattr(batch_of_two, name)), name
-    assert torch.allclose(batch.logp_behavior, batch_of_two.logp_behavior, atol=1e-3)
+        assert torch.equal(getattr(waiting, name), getattr(waiting_2, name)), name
+    for name in "logp_behavior", "top_logp_behavior":
+        difference = getattr(waiting, name) - getattr(waiting_2, name)
+        assert difference[waiting.mask].abs().max() < 1e-3, name
+    # Which of two tokens of equal probability comes first is up to rounding.
+    likeliest = waiting.top_tokens[..., 0] == waiting_2.top_tokens[..., 0]
+    assert likeliest[waiting.mask].float().mean() > 0.99
 
 
-def test_merging_the_shares_of_any_number_of_ranks_gives_the_step_in_order_of_place():
-    places, group = 5, 2
-    length = torch.tensor([3, 1, 4, 1, 5, 2, 6, 5, 3, 5])  # [N] of the responses
+def made_up_rollouts() -> Rollouts:
+    """Ten responses of 1 to 6 tokens, with pi_b of three tokens at each position."""
+    generator = torch.Generator().manual_seed(0)
+    length = torch.tensor([3, 1, 4, 1, 5, 2, 6, 5, 3, 5])  # [N]
     mask = torch.arange(6) < length[:, None]  # [N, T]
-    whole = Rollouts(
-        tokens=torch.arange(70).view(10, 7) * (torch.arange(7) <= length[:, None]),
+    position = torch.arange(7)
+    tokens = torch.arange(70).view(10, 7)
+    top_tokens = torch.randint(20, (10, 6, 3), generator=generator)
+    top_logp_behavior = -torch.rand(10, 6, 3, generator=generator)
+    return Rollouts(
+        tokens=tokens * (position <= length[:, None]),
         prompt_length=torch.ones(10, dtype=torch.long),
         mask=mask,
-        logp_behavior=torch.randn(10, 6) * mask,
+        logp_behavior=torch.randn(10, 6, generator=generator) * mask,
+        top_tokens=top_tokens * mask[..., None],
+        top_logp_behavior=top_logp_behavior * mask[..., None],
         truncated=length == 6,
-        text=[str(i) for i in range(10)],
+        text=[str(row) for row in range(10)],
         weight_version="3",
         reward=torch.arange(10.0),
     )
-    for world in 1, 2, 3, 5:
-        rows = [[i for i in range(10) if i // group % world == rank] for rank in range(world)]
-        merged = merge([whole.rows(part) for part in rows], group)
-        assert merged.text == whole.text and merged.weight_version == "3", places
-        for name, value in vars(whole).items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(getattr(merged, name), value), (world, name)
+
+
+def assert_same_rollouts(rollouts: Rollouts, expected: Rollouts) -> None:
+    """All fields are equal, the tensors bit for bit."""
+    for name, value in vars(expected).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(rollouts, name), value), name
+        else:
+            assert getattr(rollouts, name) == value, name
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_joining_the_shares_of_any_number_of_ranks_gives_the_step_in_order(world):
+    # Group g is on rank g % world. Of five groups on three ranks the last one has one.
+    rollouts = made_up_rollouts()
+    shares = []
+    for rank in range(world):
+        rows = [row for row in range(10) if row // 2 % world == rank]
+        shares.append(rollouts.rows(rows))
+    assert_same_rollouts(join_ranks(tuple(shares), group_size=2), rollouts)
+
+
+def test_a_checkpoint_brings_back_the_waiting_rollouts_with_pi_b_of_their_top_tokens(
+    engine, policy, prompts, group, tmp_path
+):
+    sharded = build_policy("tiny", group)
+    optimizer, schedule, queue = trainer_state(sharded)
+    for step in 1, 2:
+        rollouts = engine.sample(prompts[:3], 2, [10 * step] * 3, max_tokens=64)
+        rollouts.reward = torch.rand(6)
+        rollouts.advantage = torch.rand(6)
+        queue.append(rollouts)
+    save_checkpoint(
+        tmp_path, 2, sharded, optimizer, schedule, queue, group_size=2, keep=1
+    )
+    restored: deque = deque()
+    load_checkpoint(tmp_path, sharded, optimizer, schedule, restored, group_size=2)
+    assert len(restored) == 2
+    for rollouts, expected in zip(restored, queue, strict=True):
+        assert expected.top_tokens.shape == (*expected.mask.shape, 20)
+        assert_same_rollouts(rollouts, expected)
 
 
 # Files
@@ -238,46 +368,58 @@ def test_merging_the_shares_of_any_number_of_ranks_gives_the_step_in_order_of_pl
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save_leaves_a_newest_checkpoint_that_loads(tmp_path):
-    command = [sys.executable, ROOT / "tests/save_until_killed.py", str(tmp_path), "5"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/save_until_killed.py", str(tmp_path), "5"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    left = [line.split() for line in done.stdout.splitlines()]
-    assert len(left) == 5 and any("unfinished" in names for names in left), left
-    assert all(1 <= len(names) <= 4 for names in left)  # two kept, a third for a moment
+    left_by_kill = [line.split() for line in done.stdout.splitlines()]
+    assert len(left_by_kill) == 5
+    assert any("unfinished" in left for left in left_by_kill), left_by_kill
+    for left in left_by_kill:
+        # Two are kept, and a third is there for a moment, beside an unfinished one.
+        assert 1 <= len(left) <= 4, left_by_kill
 
 
-def test_the_last_k_checkpoints_are_kept_and_an_unfinished_one_is_overwritten(group, tmp_path):
-    cfg = Config(out_dir=str(tmp_path), keep_checkpoints=2)
-    policy = build_policy(cfg, group)
-    optimizer = torch.optim.AdamW(policy.parameters())
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
-    left = tmp_path / "checkpoints/unfinished/left.distcp"
+def test_the_last_k_checkpoints_are_kept_and_an_unfinished_one_is_overwritten(
+    group, tmp_path
+):
+    policy = build_policy("tiny", group)
+    state = (policy, *trainer_state(policy))
+    leftover = tmp_path / "checkpoints/unfinished/left.distcp"
     for step in 9, 10, 999_999, 1_000_000:
-        left.parent.mkdir(parents=True, exist_ok=True)
-        left.write_text("of a run that was killed")
-        save_checkpoint(cfg, step, policy, optimizer, schedule, deque())
-        assert not (checkpoints(cfg.out_dir)[-1] / left.name).exists()
-    assert [path.name for path in checkpoints(cfg.out_dir)] == ["step-999999", "step-1000000"]
-    assert load_checkpoint(cfg, policy, optimizer, schedule, deque()) == 1_000_000
+        leftover.parent.mkdir(parents=True, exist_ok=True)
+        leftover.write_text("of a run that was killed")
+        save_checkpoint(tmp_path, step, *state, group_size=8, keep=2)
+        assert not (checkpoints(tmp_path)[-1] / leftover.name).exists()
+    # By number: as a text step-1000000 comes before step-999999.
+    kept = [path.name for path in checkpoints(tmp_path)]
+    assert kept == ["step-999999", "step-1000000"]
+    assert load_checkpoint(tmp_path, *state, group_size=8) == 1_000_000
 
 
 def test_a_resumed_log_ends_at_its_step_and_has_no_torn_line(group, tmp_path):
-    for name in "metrics.jsonl", "samples.jsonl":
-        rows = "".join(f'{{"step": {step}, "x": 0.1}}\n' for step in (0, 1, 2, 2, 3))
-        (tmp_path / name).write_text(rows + '{"step": 1')
-    Log(Config(out_dir=str(tmp_path), resume=True), None, 2)
-    for name in "metrics.jsonl", "samples.jsonl":
+    files = "metrics.jsonl", "samples.jsonl"
+    for name in files:
+        lines = [f'{{"step": {step}, "x": 0.1}}\n' for step in (0, 1, 2, 2, 3)]
+        (tmp_path / name).write_text("".join(lines) + '{"step": 1')
+    Log(tmp_path, tokenizer=None, group_size=8, report_to="none", config={}, done=2)
+    for name in files:
         rows = [json.loads(line) for line in open(tmp_path / name)]
         assert [row["step"] for row in rows] == [0, 1, 2, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
 
 
 # What is refused, before the engine is built
 
 
-def refusal(cfg, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags(cfg, cfg.pop("out_dir"), "--resume")])
+def refusal(monkeypatch, out_dir: Path | str, **fields: Any) -> str:
+    """What train.py --resume says of this folder and configuration."""
+    flags = flags_of(fields, out_dir, "--resume")
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
     monkeypatch.setattr(train, "init_distributed", lambda: pytest.fail("too late"))
     with pytest.raises(Refused) as refused:
         train.main()
@@ -285,74 +427,113 @@ def refusal(cfg, monkeypatch):
     return str(refused.value)
 
 
-def stored_run(folder, checkpoint=True, **fields):
-    """The files of a run that has done 3 steps."""
-    (folder / "config.json").write_text(json.dumps(asdict(Config(**fields))))
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(4)))
-    if checkpoint:
+def store_run(folder: Path, has_checkpoint: bool = True, **fields: Any) -> None:
+    """Write the files of a run that has done 3 steps."""
+    (folder / "config.json").write_text(json.dumps(Config(**fields).model_dump()))
+    lines = [f'{{"step": {step}}}\n' for step in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    if has_checkpoint:
         (folder / "checkpoints/step-000003").mkdir(parents=True)
 
 
 def test_a_resume_with_another_configuration_names_the_fields(tmp_path, monkeypatch):
-    stored_run(tmp_path)
-    other = dict(learning_rate=1e-5, objective="grpo", steps=200, eval_every=1)
-    said = refusal(other | {"out_dir": tmp_path}, monkeypatch)
-    assert "learning_rate was 0.0002, is 1e-05, objective was 'p3o', is 'grpo'" in said
-    assert "steps" not in said and "eval_every" not in said
+    store_run(tmp_path)
+    sentence = refusal(
+        monkeypatch,
+        tmp_path,
+        learning_rate=1e-5,
+        objective="grpo",
+        steps=200,
+        eval_every=1,
+    )
+    assert "learning_rate was 0.0002, is 1e-05" in sentence
+    assert "objective was 'p3o', is 'grpo'" in sentence
+    # These may differ.
+    assert "steps" not in sentence
+    assert "eval_every" not in sentence
+
+
+def test_top_logprobs_and_objective_args_decide_what_is_learned(tmp_path, monkeypatch):
+    store_run(tmp_path, objective="grpo", objective_args={"eps": 0.4})
+    sentence = refusal(
+        monkeypatch,
+        tmp_path,
+        objective="grpo",
+        objective_args="eps=0.3",
+        top_logprobs=3,
+    )
+    assert "objective_args was {'eps': 0.4}, is {'eps': 0.3}" in sentence
+    assert "top_logprobs was 20, is 3" in sentence
+    # The same objective_args, from a flag, are no change.
+    sentence = refusal(
+        monkeypatch, tmp_path, steps=3, objective="grpo", objective_args="eps=0.4"
+    )
+    assert "is finished" in sentence
 
 
 def test_what_does_not_matter_may_differ(tmp_path):
-    stored_run(tmp_path, save_every=5)
-    free = dict(steps=200, save_every=1, eval_every=1, verbose=True, report_to="wandb", resume=True)
-    free |= dict(micro_batch_tokens=1, kv_cache_gb=1.0, max_num_seqs=1, keep_checkpoints=7)
-    check_resume(Config(out_dir=str(tmp_path), **free))
+    store_run(tmp_path, save_every=5)
+    other = Config(
+        out_dir=str(tmp_path),
+        steps=200,
+        save_every=1,
+        eval_every=1,
+        keep_checkpoints=7,
+        verbose=True,
+        report_to="wandb",
+        resume=True,
+        micro_batch_tokens=1,
+        kv_cache_gb=1.0,
+        max_num_seqs=1,
+    )
+    assert set(MAY_DIFFER) == other.model_fields_set
+    check_resume(other.out_dir, other.steps, other.model_dump())
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_finished_run_says_so(checkpoint, tmp_path, monkeypatch):
-    stored_run(tmp_path, checkpoint)
-    for steps in 2, 3:
-        said = refusal({"out_dir": tmp_path, "steps": steps}, monkeypatch)
-        assert "is finished, 3 steps are done" in said and "--steps" in said
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_finished_run_says_so(steps, has_checkpoint, tmp_path, monkeypatch):
+    store_run(tmp_path, has_checkpoint)
+    sentence = refusal(monkeypatch, tmp_path, steps=steps)
+    assert "is finished, 3 steps are done; give it more --steps" in sentence
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch):
-    stored_run(tmp_path, checkpoint=False)
+    store_run(tmp_path, has_checkpoint=False)
     (tmp_path / "checkpoints/unfinished").mkdir(parents=True)
-    assert "no complete checkpoint" in refusal({"out_dir": tmp_path}, monkeypatch)
+    assert "no complete checkpoint" in refusal(monkeypatch, tmp_path)
     (tmp_path / "metrics.jsonl").unlink()  # killed before its first line
-    assert "no complete checkpoint" in refusal({"out_dir": tmp_path}, monkeypatch)
+    assert "no complete checkpoint" in refusal(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("out_dir", ["", "missing", "tests"])
 def test_a_folder_without_a_run_says_so(out_dir, monkeypatch):
-    assert f"{out_dir!r} holds no run" in refusal({"out_dir": out_dir}, monkeypatch)
+    assert f"{out_dir!r} holds no run" in refusal(monkeypatch, out_dir)
 
 
 # Reports
 
 
-@pytest.mark.parametrize("package", REPORTS)
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
 def test_a_report_without_its_package_is_refused_by_one_sentence(package, monkeypatch):
-    monkeypatch.setattr("config.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Refused, match=f"pip install {package}$"):
-        check_config(Config(report_to=package))
+        check_reporter(package)
 
 
 def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(Refused, match="pip install wandb"):
-        check_config(Config(report_to="wandb"))
+        check_reporter("wandb")
 
 
-def report(out_dir, package):
-    """Steps 0 to 3; a kill; resumed at step 1."""
-    for resume, start, steps in (False, 0, (0, 1, 2, 3)), (True, 1, (2, 3, 4)):
-        cfg = Config(out_dir=str(out_dir), report_to=package, resume=resume)
-        log = reporter(cfg, start)
+def report(out_dir: Path, package: str) -> None:
+    """Steps 0 to 3; a kill; resumed after step 1, steps 2 to 4."""
+    for done, steps in (0, [0, 1, 2, 3]), (1, [2, 3, 4]):
+        send = reporter(out_dir, package, config={}, done=done)
         for step in steps:
-            log({"step": step, "reward": step / 2, "weight_version": "1"})
+            send({"step": step, "reward": step / 2, "weight_version": "1"})
 
 
 def test_tensorboard_has_every_step_once(tmp_path):
@@ -363,7 +544,8 @@ def test_tensorboard_has_every_step_once(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert events.Tags()["scalars"] == ["reward"]
-    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(i, i / 2) for i in range(5)]
+    rewards = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert rewards == [(step, step / 2) for step in range(5)]
 
 
 def test_wandb_resumes_the_run_that_it_began(tmp_path, monkeypatch):
@@ -373,5 +555,5 @@ def test_wandb_resumes_the_run_that_it_began(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     report(tmp_path, "wandb")
     wandb.finish()
-    name = (tmp_path / "wandb_id").read_text()
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{name}"))) >= 1
+    run_id = (tmp_path / "wandb_id").read_text()
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1

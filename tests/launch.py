@@ -1,0 +1,65 @@
+"""Scripts of this repository on several ranks, as their users start them."""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT, TORCHRUN
+
+# The scripts of tests/ find train.py and its neighbors.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def torchrun(ranks: int, script: str, *arguments: str) -> str:
+    """Runs a script on so many ranks, to its end; returns what it printed."""
+    done = subprocess.run(
+        [
+            *TORCHRUN,
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            ROOT / script,
+            *arguments,
+        ],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def torchrun_on_nodes(
+    nodes: int, ranks_of_node: int, script: str, *arguments: str
+) -> None:
+    """The same under one torchrun a node, each of them on the loopback address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launchers = []
+    for node in range(nodes):
+        launcher = subprocess.Popen(
+            [
+                *TORCHRUN,
+                f"--nnodes={nodes}",
+                f"--node-rank={node}",
+                f"--nproc-per-node={ranks_of_node}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                ROOT / script,
+                *arguments,
+            ],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+        )
+        launchers.append(launcher)
+    assert [launcher.wait(timeout=300) for launcher in launchers] == [0] * nodes
+
+
+def read_metrics(out_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; the first is of step 0."""
+    return [json.loads(line) for line in open(out_dir / "metrics.jsonl")]
