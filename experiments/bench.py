@@ -33,9 +33,7 @@ from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
 from support.flags import Flags, Refused, parse_flags
 from support.log import PHASES
-from support.prompts import check_model
-from support.tasks import task_of
-from train import Config, accumulate_gradient, add_reward, load_problems, sample_step
+from train import Config, accumulate_gradient, add_reward, load_data, sample_step
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments/results/bench.json"
@@ -165,25 +163,21 @@ def kl_cost(cfg: Config, mesh: DeviceMesh, turns: int) -> dict[str, Any]:
     Both sample the same responses with the same noise. The gradient is an update
     without the optimizer's step, which has nothing to do with K.
     """
-    tokenizer, context = check_model(cfg.model)
-    room = context - cfg.max_response_tokens
-    train = load_problems(cfg, "train", tokenizer, room)
-    longest = max(len(prompt) for prompt in train.prompts) + cfg.max_response_tokens
+    data = load_data(cfg)
     policy = build_policy(cfg.model, mesh, dtype=cfg.dtype)
     engines = {}
     for listed in (0, LISTED):
         engines[listed] = Engine(
             cfg.model,
-            longest,
+            data.longest,
             top_logprobs=listed,
             kv_cache_gb=cfg.kv_cache_gb,
         )
         engines[listed].load_weights(full_weights(policy), version="0")
-    verifier = task_of(cfg.task).verifier
     rows = list(range(cfg.prompts_per_step * cfg.group_size))
 
     def gradient(rollouts: Rollouts) -> None:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg)
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
         policy.zero_grad()
 
     clocks: dict[tuple[str, int], list[Clock]] = {
@@ -196,8 +190,8 @@ def kl_cost(cfg: Config, mesh: DeviceMesh, turns: int) -> dict[str, Any]:
         # Neither of the two is always the first one.
         for listed in (0, LISTED) if turn % 2 else (LISTED, 0):
             with Clock() as of_rollout:
-                rollouts = sample_step(engines[listed], cfg, turn, train.prompts)
-            add_reward(rollouts, cfg, turn, train, verifier)
+                rollouts = sample_step(engines[listed], cfg, turn, data.train.prompts)
+            add_reward(rollouts, cfg, turn, data.train.problems)
             with Clock() as of_gradient:
                 gradient(rollouts)
             last_rollouts[listed] = rollouts
