@@ -88,17 +88,18 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
 
     logp and logp_behavior, both [..., K], are log-probabilities of the same K different
     tokens of a position. The KL of (12) sums over the whole vocabulary. To put tokens
-    into one bucket can only lower it (log-sum inequality), so this is a lower bound,
-    which grows with K and is the KL itself when K is the vocabulary. Its gradient goes
-    to logp, through the bucket as well.
+    into one bucket can only lower it (log-sum inequality), so this is a lower bound. It
+    grows with K, and is the KL itself when K is the vocabulary. Its gradient goes to
+    logp, through the bucket as well.
 
     The bucket's probability is one less the sum of the others: where they hold nearly
     all, nothing but the rounding of float32 logarithms, about 1e-6. So it counts as at
-    least REST_FLOOR, for both policies. That can only lower the result, by p log(p/b) -
-    p + b at most, for true probabilities p and b of the bucket of which one is below
-    the floor. Two buckets below the floor add nothing. One of pi_theta's below it has
-    no gradient, which was less than REST_FLOOR |log(p/b)| times the bucket's score.
-    +inf where pi_theta has probability on a listed token that pi_b never samples.
+    least REST_FLOOR, for both policies. For true probabilities p and b of the bucket
+    that lowers the value, by p log(p/b) - p + b at most. Two buckets below the floor
+    add nothing. If pi_theta's is below it, the bucket has no gradient, which was less
+    than REST_FLOOR |log(p/b)| times its score. If only pi_b's is below it, the gradient
+    is p log(p/REST_FLOOR) times the score, a weaker pull than p log(p/b). +inf where
+    pi_theta has probability on a listed token that pi_b never samples.
     """
     logp = logp.double()
     logp_behavior = logp_behavior.detach().double()
@@ -106,8 +107,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b = logp_behavior.exp()
     p_rest = (1 - p.sum(dim=-1)).clamp(min=REST_FLOOR)
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
-    # A token that neither policy can sample adds nothing, not -inf less -inf.
-    log_ratio = torch.where(logp > -torch.inf, logp - logp_behavior, 0.0)
+    # A token that pi_theta cannot sample adds nothing, whatever its log-ratio.
+    log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
     # Over all tokens -p + b adds up to nothing. Term by term it makes each one 0 or
     # more, and takes out that rounded probabilities do not quite sum to one.
     listed = (p * log_ratio - p + b).sum(dim=-1)

@@ -31,34 +31,36 @@ class Policy(torch.nn.Module):
         self.model = model
         self.temperature = temperature
 
-    def forward(self, batch: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-        """log pi_theta of the response tokens, [N, T], and of batch.top_tokens, [N, T,
+    def forward(
+        self, batch: Rollouts, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """log pi_theta of the response tokens, [N, T], and of the top_tokens, [N, T,
         K].
 
-        In nats, float32, with 0 where the mask is False. The head is applied in float32
-        to response positions alone, CHUNK of them at a time, and once more in the
-        backward pass: no tensor of size tokens x vocabulary is ever kept.
+        In nats, float32, with 0 where the mask is False; at the policy's own
+        temperature if no other is given. The head is applied in float32, to response
+        positions alone, CHUNK of them at a time, and once more in the backward pass: no
+        tensor of size tokens x vocabulary is ever kept.
         """
+        temperature = self.temperature if temperature is None else temperature
         # Right padding needs no attention mask: no token sees a later one.
         output = self.model.base_model(input_ids=batch.tokens, use_cache=False)
         row, t = batch.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
         position = batch.prompt_length[row] + t  # [M]
-        hidden = output[0][
-            row, position - 1
-        ]  # [M, D]; a token is predicted one earlier
-        sampled = batch.tokens[row, position]  # [M]
-        wanted = torch.cat(
-            [sampled[:, None], batch.top_tokens[row, t]], dim=1
-        )  # [M, 1 + K]
+        # A token is predicted from the position before it.
+        hidden = output[0][row, position - 1]  # [M, D]
+        sampled = batch.tokens[row, position][:, None]  # [M, 1]
+        wanted = torch.cat([sampled, batch.top_tokens[row, t]], dim=1)  # [M, 1 + K]
         head = self.model.get_output_embeddings().weight  # [V, D]
-        logp = torch.cat(
-            [
-                checkpoint(self.logp, h, head, tokens, use_reentrant=False)
-                for h, tokens in zip(
-                    hidden.split(CHUNK), wanted.split(CHUNK), strict=True
-                )
-            ]
-        )  # [M, 1 + K]
+        chunks = []
+        # Without any token there is one empty chunk: FSDP needs a graph to go back
+        # through.
+        for h, tokens in zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True):
+            logp = checkpoint(
+                log_probabilities, h, head, temperature, tokens, use_reentrant=False
+            )
+            chunks.append(logp)
+        logp = torch.cat(chunks)  # [M, 1 + K]
         sampled_logp = logp.new_zeros(batch.mask.shape)
         top_logp = logp.new_zeros(batch.top_tokens.shape)
         return (
@@ -66,12 +68,16 @@ class Policy(torch.nn.Module):
             top_logp.index_put((row, t), logp[:, 1:]),  # [N, T, K]
         )
 
-    def logp(
-        self, hidden: torch.Tensor, head: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """log pi_theta of the wanted tokens at a chunk of positions: [chunk, 1 + K]."""
-        logits = hidden.float() @ head.float().T / self.temperature  # [chunk, V]
-        return logits.log_softmax(dim=-1).gather(1, tokens)
+
+def log_probabilities(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    temperature: float,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """log pi_theta of the wanted tokens at a chunk of positions: [chunk, 1 + K]."""
+    logits = hidden.float() @ head.float().T / temperature  # [chunk, V]
+    return logits.log_softmax(dim=-1).gather(1, tokens)
 
 
 def build_policy(

@@ -1,160 +1,312 @@
-r"""A task: its problems, its gold answers, and what counts as correct. Try it: python reward.py
+r"""What counts as a correct answer. See it work: python reward.py
 
-Model output is text to compare, never code to run. To compare numbers and words is safe; to compare
-formulas may take forever, as with 98^{97^{96}}: judge.py does it, a process with a time bound."""
+A completion is judged in three steps:
 
-import json
+    1. where its final answer is     after </think>, in the last box
+    2. what that says                a word, a number, or LaTeX that has one meaning
+    3. whether it is the gold one    the same word, number or formula
+
+docs/rewards.md lists what was decided in each step, and why.
+
+Completions are untrusted text to compare, never code to run. Comparing words and
+numbers is safe. Comparing formulas may take forever, as with 98^{97^{96}}:
+support/judge.py does that, in processes with a bound on time and memory.
+"""
+
 import re
 import sys
 from fractions import Fraction
 from pathlib import Path
-from subprocess import PIPE, run
-from typing import Any, NamedTuple
+
+from support.judge import equal_formulas
+from support.tasks import Row, read_rows, source_of, task_of
+
+MAX_TEXT = 100_000  # characters read, at the end of a completion
+MAX_ANSWER = 300  # characters of a final answer; a longer one is wrong
 
 
-class Task(NamedTuple):
-    train: Path | str | None  # a JSONL file, or "hub_id split [configuration]", or there is none
-    heldout: Path | str | None
-    verifier: str = "math"  # how score compares: exact, gsm8k or math
-    instruction: str | None = "Reason step by step and put the final answer in \\boxed{}."
+# --- 1. Where the final answer is
+
+# What matters for boxes: a box that opens; a box without braces, around a number or a
+# capital letter that ends its formula or sentence, as 18 in \boxed 18x does not; a line
+# break or an escaped brace, which is no brace; a brace.
+BOX_TOKEN = re.compile(
+    r"\\(?:boxed|fbox)\s*(?P<opening>\{)"
+    r"|\\(?:boxed|fbox)\s*(?P<bare>-?\d+(?:[.,]\d+)*|(?<=\s)[A-Z])"
+    r"(?=[ \t]*(?:[.,;!?]?(?:\$|\\[)\]]|\n|$)|[.,;!?]\s))"
+    r"|\\\\(?!boxed|fbox)"
+    r"|\\[{}]"
+    r"|(?P<brace>[{}])"
+)
 
 
-HERE = Path(__file__).resolve().parent
-MAX_TEXT, MAX_ANSWER = 100_000, 300  # characters read: the end of a completion; a final answer
-PROMPT, GOLD = ("prompt", "problem", "question"), ("answer", "solution")  # columns: the first found
-AIME24, MATH500 = "HuggingFaceH4/aime_2024 train", "HuggingFaceH4/MATH-500 test"
-TASKS = {  # Unchecked on the hub. All agree with programs that load them, + also with a data card.
-    "tiny": Task(HERE / "tiny/train.jsonl", HERE / "tiny/heldout.jsonl", "exact", None),
-    "gsm8k": Task("openai/gsm8k train main", "openai/gsm8k test main", "gsm8k"),  # +
-    "math": Task("DigitalLearningGmbH/MATH-lighteval train", MATH500),
-    "math500": Task(None, MATH500),
-    "deepscaler": Task("agentica-org/DeepScaleR-Preview-Dataset train", AIME24),  # +
-    "aime2024": Task(None, AIME24),  # +
-    "aime2025": Task(None, "MathArena/aime_2025 train"),
-    "aime2026": Task(None, "MathArena/aime_2026 train"),
-    "amc23": Task(None, "math-ai/amc23 test"),
-    "amo-bench": Task(None, "meituan-longcat/AMO-Bench test"),  # +
-}
+def answer_part(completion: str) -> str:
+    """The end of a completion, without the thoughts of a model that thinks first.
+
+    Thoughts end with </think>. Where <think> has not ended, nothing is an answer yet.
+    """
+    answer = completion.rpartition("</think>")[2]
+    if "<think>" in answer:
+        return ""
+    return answer[-MAX_TEXT:]
 
 
-def task_of(name_or_path: str) -> Task:
-    """A name in TASKS, a folder with train.jsonl and heldout.jsonl, a JSONL file for both splits,
-    or a hub dataset "owner/name" with splits train and test; else ValueError. Verifier math, as in
-    Task, unless a task.json beside the JSONL says {"verifier": "exact", "instruction": null}."""
-    path = Path(name_or_path)
-    if name_or_path in TASKS:
-        return TASKS[name_or_path]
-    if path.exists():
-        files = (path / "train.jsonl", path / "heldout.jsonl") if path.is_dir() else (path, path)
-        settings = files[0].with_name("task.json")
-        try:
-            return Task(*files, **json.loads(settings.read_bytes()) if settings.exists() else {})
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{settings}: not a task's verifier, instruction ({error})") from None
-    if re.fullmatch(r"[\w-]+/[\w.-]+(?<!\.jsonl)", name_or_path):
-        return Task(f"{name_or_path} train", f"{name_or_path} test")
-    raise ValueError(f"unknown task {name_or_path!r}: no such file, and none of {', '.join(TASKS)}")
+def last_box(text: str) -> str:
+    r"""The content of the last \boxed{...}, \fbox{...} or \boxed 2; "" without one.
+
+    The last box is the last to close; one that never closes is none. The text is read
+    once, so that a megabyte of braces takes no longer than other text.
+    """
+    content = ""
+    open_braces = []  # for each: where the content of its box begins, or None
+    for token in BOX_TOKEN.finditer(text):
+        if token["opening"]:
+            open_braces.append(token.end())
+        elif token["bare"]:
+            content = token["bare"]
+        elif token["brace"] == "{":
+            open_braces.append(None)
+        elif token["brace"] == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None:
+                content = text[start : token.start()]
+    return content
+
+
+def marked_answer(text: str) -> str:
+    """The sentence behind the last ####, up to its line's end; "" without one."""
+    _, marker, behind = text.rpartition("####")
+    if not marker:
+        return ""
+    line = behind.lstrip().split("\n", maxsplit=1)[0]
+    return re.split(r"[.!?](?:\s|$)", line, maxsplit=1)[0]
+
+
+# --- 2. What it says: a number
+
+# Commands that change only how their text looks.
+STYLE = re.compile(
+    r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}"
+)
+SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
+# What may surround a number, in Markdown and in LaTeX: how it opens, and how it closes.
+SURROUNDINGS = [("**", "**"), ("__", "__"), ("`", "`"), ("\\(", "\\)"), ("$", "$")]
+NUMBER = re.compile(
+    r"(?P<sign>[-+−]?)\s*[$€£]?\s*"
+    r"(?P<digits>(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)",
+    re.ASCII,
+)
+# Digits and operators are among these.
+NOT_IN_A_UNIT = re.compile(r"[^A-Za-z\s%°$€£'/.,;:()-]")
+# Words after which 18 is another number, or not the only one, or not one at all.
+NOT_UNITS = set(
+    "hundred hundreds thousand thousands million millions billion billions trillion "
+    "trillions dozen dozens k bn mn half quarter plus minus or x y n".split()
+)
+
+
+def number_in(text: str) -> Fraction | None:
+    r"""The value of 1,234.50 or \$7 or 18\% or 12 eggs; None for what is no number.
+
+    1/2, x=3, 18 million, 18x and 84 or 85 are none.
+    """
+    text = text.replace("{,}", ",").replace(",\\!", ",")
+    text = STYLE.sub(r"\1", text)
+    text = STYLE.sub(r"\1", text)  # \textbf{\text{18}}
+    text = re.sub(SPACE, " ", text)
+    text = text.replace("\\$", "$").replace("\\%", "%").strip()
+    for opening, closing in SURROUNDINGS:
+        if text.startswith(opening):
+            text = text[len(opening) :].replace(closing, " ", 1).strip()
+    found = NUMBER.match(text)
+    if found is None or len(found["digits"]) > MAX_ANSWER:
+        return None
+    if not is_unit(text[found.end() :]):
+        return None
+    value = Fraction(re.sub("[, ]", "", found["digits"]))
+    return -value if found["sign"] in ("-", "−") else value
+
+
+def is_unit(text: str) -> bool:
+    """Whether the text behind a number leaves its value alone, as units and % do."""
+    if NOT_IN_A_UNIT.search(text):
+        return False
+    if re.match(r"[A-Za-z](?![A-Za-z])", text):
+        return False  # right behind the number stands one letter: a variable, as in 18x
+    words = re.findall(r"[a-z]+", text.lower())
+    return NOT_UNITS.isdisjoint(words)
+
+
+# --- 2. What it says: a formula
+
+INTEGER = re.compile(r"-?\d+", re.ASCII)
+EDGES = re.compile(r"^[$\s]+|(?:(?<!\\)[$\s]|(?<!\\right)\.)+$")
+# Where a number may begin that is no index, exponent or argument, as in \log_2 8.
+ALONE = r"(?<![\d._^A-Za-z])"
+GROUPED_DIGITS = re.compile(rf"{ALONE}\d{{1,3}}(?:{SPACE}+\d{{3}})+(?!\d)")
+MIXED_NUMBER = re.compile(rf"{ALONE}(\d+){SPACE}+(\d+)/(\d+)(?!\d)")
+DIGITS_APART = re.compile(rf"{ALONE}[\d.]+{SPACE}+\.?\d")
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
+BASE_IN_WORDS = re.compile(r"_\{?\\text\s*\{\s*(\w+)\s*\}\}?")
+NUMERAL = re.compile(r"(?<![\w.^])0*(\d+)_(?:\{\s*(\w+)\s*\}|(\d+))")
+POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALE = re.compile(rf"(?<=\d){SPACE}*(\\text\s*\{{\s*)?({'|'.join(POWERS)})s?\b")
+
+
+def latex_of(text: str) -> str:
+    r"""LaTeX that math_verify understands as people do; "" for what is ambiguous.
+
+    Left alone, it would read 1 2 as 1 + 2, 2 3/4 as 5/4, 204_5 as 204, 1e-7 with
+    Euler's number, and 18\text{ million} as 18.
+    """
+    text = EDGES.sub("", text)
+    text = GROUPED_DIGITS.sub(lambda found: re.sub(SPACE, "", found[0]), text)
+    text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
+    if DIGITS_APART.search(text):
+        return ""
+    text = SCALE.sub(
+        lambda found: f"\\cdot 10^{POWERS[found[2]]}{found[1] or ' '}", text
+    )
+    text = SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
+    # A numeral with its base becomes a name, which equals itself and no number.
+    text = BASE_IN_WORDS.sub(r"_{\1}", text)
+    return NUMERAL.sub(
+        lambda found: f"b_{{{found[1]}base{found[2] or found[3]}}}", text
+    )
+
+
+# --- 3. Whether it is the gold answer
+
+
+def same_words(completions: list[str], golds: list[str]) -> list[bool]:
+    """Whether each completion's last word is the gold answer."""
+    last_words = [answer_part(completion).split()[-1:] for completion in completions]
+    return [word == [gold] for word, gold in zip(last_words, golds, strict=True)]
+
+
+def same_numbers(completions: list[str], golds: list[str]) -> list[bool]:
+    """Whether the last box, or without a box what follows ####, is the gold number."""
+    correct = []
+    for completion, gold in zip(completions, golds, strict=True):
+        text = answer_part(completion)
+        number = number_in(last_box(text) or marked_answer(text))
+        correct.append(number is not None and number == number_in(gold))
+    return correct
+
+
+def same_formulas(completions: list[str], golds: list[str]) -> list[bool]:
+    """Whether the last box is equal to the gold formula."""
+    pairs = []
+    for completion, gold in zip(completions, golds, strict=True):
+        answer = last_box(answer_part(completion))
+        pairs.append((latex_of(gold), latex_of(answer)))
+    verdicts = dict.fromkeys(pairs, False)  # the samples of a problem often agree
+    for_judge = []
+    for gold, answer in verdicts:
+        if not gold or not answer or max(len(gold), len(answer)) > MAX_ANSWER:
+            continue
+        if INTEGER.fullmatch(gold) and INTEGER.fullmatch(answer):
+            verdicts[gold, answer] = int(gold) == int(answer)
+        else:
+            for_judge.append((gold, answer))
+    if for_judge:
+        verdicts.update(zip(for_judge, equal_formulas(for_judge), strict=True))
+    return [verdicts[pair] for pair in pairs]
+
+
+VERIFIERS = {"exact": same_words, "gsm8k": same_numbers, "math": same_formulas}
+
+
+def score(
+    completions: list[str], answers: list[str], verifier: str = "math"
+) -> list[float]:
+    """1.0 for each completion whose final answer is the gold answer, else 0.0.
+
+    completions and answers are of one length; verifier is "exact", "gsm8k" or "math".
+    Each reward depends on its own completion and answer alone.
+
+    Raises ValueError for lists of unequal lengths or an unknown verifier, and
+    RuntimeError if formulas cannot be compared on this machine.
+    """
+    if verifier not in VERIFIERS:
+        names = ", ".join(repr(name) for name in VERIFIERS)
+        raise ValueError(f"unknown verifier {verifier!r}: give one of {names}")
+    if len(completions) != len(answers):
+        raise ValueError(
+            f"{len(completions)} completions and {len(answers)} answers: "
+            "give one answer for each completion"
+        )
+    correct = VERIFIERS[verifier](completions, answers)
+    return [float(is_correct) for is_correct in correct]
 
 
 def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
-    """[{"prompt": ..., "answer": gold}, ...] of the split "train" or "heldout". ValueError, in one
-    sentence with file and line: no such source or split, a row without problem or answer, a gold
-    answer that its own verifier calls wrong. A hub dataset is not the user's to correct: there,
-    rows with such an answer are left out, and counted on stderr."""
-    task, problems = task_of(name_or_path), {}  # problems: by line
-    source = {"train": task.train, "heldout": task.heldout}.get(split)
-    if source is None:
-        raise ValueError(f"task {name_or_path!r} has no split {split!r}: try 'train' or 'heldout'")
-    try:
-        if isinstance(source, Path):
-            rows = source.read_bytes().splitlines()
+    """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
+
+    Each gold answer must be one that its own verifier calls correct. In the user's own
+    files a problem with another is an error. In a hub dataset, which is not the user's
+    to correct, it is left out, and how many were is said on stderr.
+
+    Raises ValueError, in one sentence, for an unknown task or split or a bad row.
+    """
+    task = task_of(name_or_path)
+    source = source_of(name_or_path, split)
+    rows = read_rows(source)
+    golds = [gold_answer(row) for row in rows]
+    # A completion that answers with the gold answer itself.
+    completions = [
+        gold if task.verifier == "exact" else f"\\boxed{{{gold}}}" for gold in golds
+    ]
+    rewards = score(completions, golds, task.verifier)
+    problems = []
+    unreachable = []
+    for row, gold, reward in zip(rows, golds, rewards, strict=True):
+        if reward == 1.0:
+            problems.append({"prompt": row.prompt, "answer": gold})
         else:
-            from datasets import load_dataset
-
-            hub_id, part, *configuration = source.split()
-            rows = load_dataset(hub_id, *configuration, split=part)
-    except Exception as error:
-        raise ValueError(f"cannot load {source}: {' '.join(str(error).split())}") from None
-    for line, row in enumerate(rows, 1):
-        try:
-            row = row if isinstance(row, dict) else dict(json.loads(row))
-            prompt = next(t for c in PROMPT if isinstance(t := row.get(c), str) and t.strip())
-            gold = next(str(row[c]) for c in GOLD if row.get(c) not in (None, ""))
-        except (ValueError, TypeError, StopIteration) as error:
-            need = f"a JSON object with one of {PROMPT} and one of {GOLD}"
-            raise ValueError(f"{source}, line {line}: not {need} ({error!r})") from None
-        if row.get("answer_type") != "description":  # AMO-Bench's: they need a judge who can read
-            gold = last_boxed(gold) or gold.rpartition("####")[2].strip()  # MATH's; GSM8K's; plain
-            problems[line] = {"prompt": prompt, "answer": gold}
-    golds = [problem["answer"] for problem in problems.values()]
-    right = score([f"\\boxed{{{gold}}} {gold}" for gold in golds], golds, task.verifier)
-    bad = [f"line {n}: {g[:40]}" for n, g, ok in zip(problems, golds, right, strict=True) if not ok]
-    note = f"{source}: {len(golds)} problems, {len(bad)} unreadable to {task.verifier!r} {bad[:3]}"
-    if len(bad) == len(golds) or bad and isinstance(source, Path):  # or if there are no problems
-        raise ValueError(f"{note}; correct or remove these lines")
-    if bad:
-        print(f"{note}; left out", file=sys.stderr)
-    return [problem for problem, ok in zip(problems.values(), right, strict=True) if ok]
+            unreachable.append(f"{row.where}, has {gold[:40]!r}")
+    if not rows:
+        raise ValueError(f"{source} has no problems: give it one on each line")
+    if unreachable:
+        note = (
+            f"{len(unreachable)} of the {len(rows)} problems of {source} have no gold "
+            f"answer that {task.verifier!r} can read; the first, {unreachable[0]}"
+        )
+        if isinstance(source, Path) or not problems:
+            raise ValueError(f"{note}: correct or remove these lines")
+        print(f"{note}: left out", file=sys.stderr)
+    return problems
 
 
-def encode_prompt(tokenizer: Any, problem: str, instruction: str | None = None) -> list[int]:
-    """Prompt token ids: a user's message by the chat template, plain text for a base model."""
-    text = f"{instruction}\n\n{problem}" if instruction else problem
-    if not tokenizer.chat_template:
-        return tokenizer.encode(f"{text}\n\nSolution:")
-    chat = [{"role": "user", "content": text}]  # no system message: some templates refuse one
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+def gold_answer(row: Row) -> str:
+    """The answer in a row's gold text: its last box, what follows ####, or all of it.
+
+    "" if a worked solution has neither box nor ####: nobody answers with all of it.
+    """
+    boxed = last_box(row.gold).strip()
+    if boxed:
+        return boxed
+    _, marker, behind = row.gold.rpartition("####")
+    if row.is_solution and not marker:
+        return ""
+    return behind.strip()
 
 
-def last_boxed(text: str) -> str:
-    """What the last complete \\boxed{...} holds, or "": one pass, for a megabyte of braces too."""
-    found, opened = "", []
-    for brace in re.finditer(r"\\boxed\s*\{|(?<!\\)[{}]", text):
-        if brace[0] != "}":
-            opened.append(brace)
-        elif opened and (start := opened.pop())[0] != "{":
-            found = text[start.end() : brace.start()].strip()
-    return found
-
-
-def number(text: str) -> Fraction | None:
-    """The value of 1,234.50 or \\$7 or 18\\% or 12 eggs; None for anything else, as 1/2 or x=3."""
-    value, unit = r"(-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?)", r"(\\?%|\\text\{[^{}]*\}|[a-zA-Z ]+)?"
-    found = re.fullmatch(rf"\s*\\?\$?\s*{value}\s*{unit}\.?\s*", text[:MAX_ANSWER], re.ASCII)
-    return Fraction(found[1].replace(",", "")) if found else None
-
-
-def score(completions: list[str], answers: list[str], verifier: str = "math") -> list[float]:
-    """1.0 for each right final answer, else 0.0; ValueError: unequal lengths, another verifier.
-    exact: it is the last word. gsm8k: the last \\boxed{} (without one, what follows ####) is the
-    same number. math: math-verify finds the last \\boxed{} equal; it ignores units, reads 18% as 18
-    or 0.18, 0.333333 as 1/3, and (1,2) as {1,2} too."""
-    pairs = [(a, c[-MAX_TEXT:]) for a, c in zip(answers, completions, strict=True)]
-    if verifier == "exact":
-        return [float(text.split()[-1:] == [gold]) for gold, text in pairs]
-    if verifier == "gsm8k":
-        pairs = [(number(g), number(last_boxed(t) or t.rpartition("####")[2])) for g, t in pairs]
-        return [float(gold == final is not None) for gold, final in pairs]
-    if verifier != "math":
-        raise ValueError(f"unknown verifier {verifier!r}: give 'exact', 'gsm8k' or 'math'")
-    pairs = [(gold, last_boxed(text)) for gold, text in pairs]
-    asked = [pair for pair in dict.fromkeys(pairs) if 0 < len(pair[1]) <= MAX_ANSWER]
-    equal = dict(zip(asked, ask_judge(asked), strict=True)) if asked else {}
-    return [float(equal.get(pair, 0)) for pair in pairs]
-
-
-def ask_judge(pairs: list[tuple[str, str]]) -> list[int]:
-    """1 for each (gold, answer) that judge.py finds equal, else 0; RuntimeError if it dies."""
-    command, request = [sys.executable, HERE / "judge.py"], json.dumps(pairs)
-    for _ in range(3):  # should it be killed; Ctrl-C reaches only run, which ends it
-        done = run(command, input=request, stdout=PIPE, text=True, start_new_session=True)
-        if done.returncode == 0:
-            return json.loads(done.stdout)
-    raise RuntimeError(f"{HERE / 'judge.py'} dies, code {done.returncode}: see its lines on stderr")
+def main() -> None:
+    """One problem, and completions that each verifier calls correct and wrong."""
+    print("a problem:", load_task("tiny", "train")[0])
+    examples = [
+        ("exact", "1283", "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283"),
+        ("exact", "1283", "1284"),
+        ("gsm8k", "72", "48 and half of it.\n#### 72 clips"),
+        ("gsm8k", "72", "I guess 72"),
+        ("math", r"\frac{1}{2}", r"So it is \boxed{0.5}."),
+        ("math", r"\frac{1}{2}", r"So it is \boxed{98^{97^{96}}}."),
+    ]
+    for verifier, gold, completion in examples:
+        reward = score([completion], [gold], verifier)[0]
+        print(f"{verifier:6}gold {gold:12}{completion!r:50} -> {reward}")
 
 
 if __name__ == "__main__":
-    print("a problem:", load_task("tiny", "train")[0])
-    print("exact:", score(["8+5+0=13. 7+0+1=8. 4+8+0=12. 1283", "1284"], ["1283"] * 2, "exact"))
-    print("gsm8k:", score(["48 and half of it. #### 72", "I guess 72"], ["72"] * 2, "gsm8k"))
-    print("math:", score([r"\boxed{0.5}", r"\boxed{98^{97^{96}}}"], [r"\frac{1}{2}"] * 2, "math"))
+    main()

@@ -24,6 +24,8 @@ import torch.distributed as dist
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
+from support.flags import Refused
+
 
 @dataclass
 class Rollouts:
@@ -114,6 +116,27 @@ def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
     return [base + (first + prompt) * spacing for prompt in range(count)]
 
 
+class LayersWithoutWeights(logging.Handler):
+    """Collects the layers of which vLLM says that a reload brought them nothing.
+
+    vLLM only logs it, keeps their old weights, and calls the reload done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self.layers: list[str] = []
+        logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False  # What it says is raised, not printed.
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        layer = str(record.args[0]) if record.args else ""
+        # A rotary embedding has nothing to load: its one buffer is computed.
+        if "Failed to load weights" in str(record.msg) and "Rotary" not in layer:
+            self.layers.append(layer)
+
+
 class Engine:
     """A vLLM engine in this process, or split between `tp` neighboring ranks of a node.
 
@@ -177,6 +200,7 @@ class Engine:
             max_num_batched_tokens=None if cuda else max(8192, max_model_len),
         )
         self.tokenizer = self.llm.get_tokenizer()
+        self.without_weights = LayersWithoutWeights()
 
     def sample(
         self, prompts: list[list[int]], n: int, seeds: list[int], **sampling: Any
@@ -255,6 +279,34 @@ class Engine:
             weight_version=" and ".join(sorted(versions)),
         )
 
+    def score(self, rollouts: Rollouts) -> torch.Tensor:
+        """The engine's log-probabilities of these responses at temperature 1: [N, T].
+
+        In nats, 0 where the mask is False. Ranks that share an engine score the same
+        ones.
+        """
+        from vllm import SamplingParams
+
+        prompts = []
+        length = rollouts.prompt_length + rollouts.mask.sum(dim=1)
+        for row, end in enumerate(length.tolist()):
+            prompts.append({"prompt_token_ids": rollouts.tokens[row, :end].tolist()})
+        only_the_prompt = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            seed=0,
+        )
+        outputs = self.llm.generate(prompts, only_the_prompt, use_tqdm=False)
+        scores = torch.zeros_like(rollouts.logp_behavior)
+        for row, output in enumerate(outputs):
+            # The first token of a prompt has no log-probability.
+            first = int(rollouts.prompt_length[row]) - 1
+            logp = torch.tensor(output.prompt_logprobs.logprobs)[first:]
+            scores[row, : len(logp)] = logp
+        return scores
+
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: str
     ) -> None:
@@ -262,7 +314,7 @@ class Engine:
 
         `weights` are the (name, tensor) pairs of a state_dict, with both names of a
         tied head. vLLM gets copies, so each may be freed when the next one is asked
-        for.
+        for. Raises Refused where a layer got nothing, and still has its old weights.
         """
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
@@ -271,7 +323,14 @@ class Engine:
 
         if self.can_sleep:
             self.llm.wake_up(tags=["weights"])
+        self.without_weights.layers.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
+        if self.without_weights.layers:
+            layers = ", ".join(sorted(set(self.without_weights.layers)))
+            raise Refused(
+                f"the sync to weights {version!r} brought nothing to a {layers} of the "
+                "engine: are all names of the state_dict there, the tied head's too?"
+            )
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.update_weight_version(version)

@@ -58,6 +58,7 @@ from support.flags import (
     Count,
     Flags,
     NamedValues,
+    OneRankFailed,
     PositiveAmount,
     PositiveCount,
     Probability,
@@ -67,6 +68,7 @@ from support.flags import (
     parse_flags,
 )
 from support.log import Log
+from support.probe import PROBE_EVERY, SyncProbe
 from support.prompts import Split, check_model, encode_problems
 from support.tasks import task_of
 
@@ -91,7 +93,7 @@ class Config(Flags):
     """divide the advantage by its group's standard deviation"""
 
     # The batch
-    steps: PositiveCount = 80
+    steps: PositiveCount = 60
     """rollout batches to learn from"""
     prompts_per_step: PositiveCount = 32
     """prompts of a rollout batch, over all ranks"""
@@ -99,7 +101,7 @@ class Config(Flags):
     """G, the responses to a prompt"""
     passes: PositiveCount = 1
     """how often a rollout batch is gone through"""
-    minibatches: PositiveCount = 1
+    minibatches: PositiveCount = 2
     """optimizer steps of a pass; the batch B of each is a minibatch"""
 
     # The rollouts
@@ -272,7 +274,7 @@ def micro_batches(
     return micros
 
 
-def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor]) -> Batch:
+def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -> Batch:
     """The whole batch B, from the micro-batches of all ranks and their log pi_theta.
 
     A collective. Raises FloatingPointError, on all ranks, with the first response that
@@ -302,9 +304,9 @@ def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor]) -> Batch:
         rank, row = divmod(int(usable.all(dim=1).int().argmin()), rows)
         text = text_of_response(rank, row, micros)
         raise FloatingPointError(
-            f"rank {rank}: |log rho| is over {MAX_LOG_RATIO} nats, or the advantage is "
-            f"not finite, in response {text!r}: look at the sync, the alignment of "
-            "tokens, the learning rate"
+            f"step {step}, rank {rank}: |log rho| is over {MAX_LOG_RATIO} nats, or the "
+            f"advantage is not finite, in response {text!r}: look at the sync, the "
+            "alignment of tokens, the learning rate"
         )
     return Batch(
         log_ratio=log_ratio,
@@ -341,14 +343,15 @@ def accumulate_gradient(
     rows: list[int],
     objective: Objective,
     cfg: Config,
+    step: int,
 ) -> dict[str, float]:
     """Add the objective's gradient on one minibatch to the policy's; returns
     statistics.
 
     `rows` are this rank's. The batch B of (11) and (12) is the minibatch on all ranks:
     how it is divided into micro-batches and among ranks changes neither e_B nor the
-    gradient. A collective. Raises FloatingPointError where a ratio or the loss is not
-    finite.
+    gradient. A collective. Raises FloatingPointError, on all ranks, where a ratio is
+    not finite, and OneRankFailed where a rank's loss is not.
     """
     device = next(policy.parameters()).device
     micros = [
@@ -361,7 +364,7 @@ def accumulate_gradient(
     single = len(micros) == 1
     with torch.set_grad_enabled(single):
         outputs = [policy(micro) for micro in micros]  # [N_i, T_i] and [N_i, T_i, K]
-    batch = gather_batch(micros, [logp for logp, _ in outputs])
+    batch = gather_batch(micros, [logp for logp, _ in outputs], step)
 
     hyper_parameters = objective.hyper_parameters
     keywords = hyper_parameters | objective.batch_quantities(batch, **hyper_parameters)
@@ -373,9 +376,12 @@ def accumulate_gradient(
             keywords["kl"] = kl
         if objective.takes_logp_prox:
             keywords["logp_prox"] = micro.logp_prox
-        loss, stats = objective(
-            logp, micro.logp_behavior, micro.advantage, micro.mask, **keywords
-        )
+        try:
+            loss, stats = objective(
+                logp, micro.logp_behavior, micro.advantage, micro.mask, **keywords
+            )
+        except FloatingPointError as error:
+            raise OneRankFailed(f"step {step}: {error}") from error
         # The losses of the ranks add up to (12), but FSDP averages their gradients.
         (loss * dist.get_world_size()).backward()
         for name, value in stats.items():
@@ -444,13 +450,13 @@ def update(
     history = []
     for number in range(1, cfg.passes + 1):
         for rows in minibatches_of_pass(cfg, step, number):
-            stats = accumulate_gradient(policy, rollouts, rows, objective, cfg)
+            stats = accumulate_gradient(policy, rollouts, rows, objective, cfg, step)
             norm = torch.nn.utils.clip_grad_norm_(
                 policy.parameters(), cfg.max_grad_norm
             )
             stats["grad_norm"] = norm.full_tensor().item()
             if not math.isfinite(stats["grad_norm"]):
-                raise FloatingPointError("all ranks: the gradient is not finite")
+                raise FloatingPointError(f"step {step}: the gradient is not finite")
             if not history:
                 check_on_policy(cfg, stats, step, is_first)
             stats["learning_rate"] = schedule.get_last_lr()[0]
@@ -522,6 +528,22 @@ def build_engines(cfg: Config, longest: int) -> tuple[Engine, Engine]:
     return engine, Engine(cfg.model, longest, **options)
 
 
+def build_optimizer(
+    policy: Policy, cfg: Config
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, and a learning rate that is constant after a linear warm-up."""
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        cfg.learning_rate,
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda updates: min(1.0, (updates + 1) / max(1, cfg.warmup_steps))
+    )
+    return optimizer, schedule
+
+
 def heldout_accuracy(
     evaluator: Engine, cfg: Config, heldout: Split
 ) -> dict[str, float]:
@@ -543,6 +565,35 @@ def heldout_accuracy(
         )
         accuracy[name] = sum(correct) / len(correct)
     return accuracy
+
+
+def catch_signals() -> list[int]:
+    """The signals that ask the run to stop, in a list that grows when they come.
+
+    The step that they interrupt is finished and saved. A second Ctrl-C, two seconds
+    later or more, ends the process at once (torchrun itself repeats the first one).
+    """
+    signals: list[int] = []
+    first_at = 0.0
+
+    def remember(number: int, frame: Any) -> None:
+        nonlocal first_at
+        if signals and time.monotonic() - first_at > 2:
+            os._exit(128 + number)
+        if not signals:
+            first_at = time.monotonic()
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, remember)
+    signal.signal(signal.SIGTERM, remember)
+    return signals
+
+
+def agreed_signal(signals: list[int]) -> int:
+    """The signal that any rank has got, 0 if none has. A collective."""
+    signal_number = torch.tensor(max(signals, default=0))
+    dist.all_reduce(signal_number, dist.ReduceOp.MAX)
+    return int(signal_number)
 
 
 def main() -> None:
@@ -574,15 +625,7 @@ def main() -> None:
         temperature=cfg.policy_temperature,
         gradient_checkpointing=cfg.gradient_checkpointing,
     )
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        cfg.learning_rate,
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda updates: min(1.0, (updates + 1) / max(1, cfg.warmup_steps))
-    )
+    optimizer, schedule = build_optimizer(policy, cfg)
     queue: deque[Rollouts] = deque()  # sampled and rewarded, not yet learned from
     done = 0  # steps
     if cfg.resume:
@@ -590,10 +633,7 @@ def main() -> None:
     log = Log(
         out, data.tokenizer, cfg.group_size, cfg.report_to, cfg.model_dump(), done
     )
-    # Ctrl-C and SIGTERM: the step that they interrupt is finished and saved.
-    signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.append(number))
+    signals = catch_signals()
 
     def sync(version: str) -> None:
         """The policy's weights into the engine."""
@@ -604,30 +644,44 @@ def main() -> None:
             evaluator.load_weights(full_weights(policy), version="evaluation")
         return heldout_accuracy(evaluator, cfg, data.heldout)
 
+    def save(step: int) -> None:
+        save_checkpoint(
+            out,
+            step,
+            policy,
+            optimizer,
+            schedule,
+            queue,
+            group_size=cfg.group_size,
+            keep=cfg.keep_checkpoints,
+        )
+
     sync(version=str(done))
+    probe = SyncProbe(engine, policy, data.train.prompts)
     if not cfg.resume:
         log.begin(evaluation())
-    for step in range(done + 1, cfg.steps + 1):
-        # 1 rollout and 2 reward. `lag` batches wait in the queue behind the one that is
-        # next; in the first step the queue is filled.
-        while len(queue) <= cfg.lag:
-            sampled_for = step + len(queue)
-            with log.phase("rollout"):
-                rollouts = sample_step(engine, cfg, sampled_for, data.train.prompts)
-            with log.phase("reward"):
-                add_reward(rollouts, cfg, sampled_for, data.train.problems)
-            queue.append(rollouts)
-        engine.sleep()
-        # 3 update
-        rollouts = queue.popleft()
-        expected = str(weights_that_sample(cfg, step))
-        if rollouts.weight_version != expected:
-            raise Refused(
-                f"step {step}: the batch is of weights {rollouts.weight_version}, not "
-                f"of weights {expected}: was a sync left out?"
-            )
-        with log.phase("update"):
-            try:
+    first_step = done + 1
+    try:
+        for step in range(first_step, cfg.steps + 1):
+            # 1 rollout and 2 reward. `lag` batches wait in the queue behind the next
+            # one; the first step fills it.
+            while len(queue) <= cfg.lag:
+                sampled_for = step + len(queue)
+                with log.phase("rollout"):
+                    rollouts = sample_step(engine, cfg, sampled_for, data.train.prompts)
+                with log.phase("reward"):
+                    add_reward(rollouts, cfg, sampled_for, data.train.problems)
+                queue.append(rollouts)
+            engine.sleep()
+            # 3 update
+            rollouts = queue[0]
+            expected = str(weights_that_sample(cfg, step))
+            if rollouts.weight_version != expected:
+                raise Refused(
+                    f"step {step}: the batch is of weights {rollouts.weight_version}, "
+                    f"not of weights {expected}: was a sync left out?"
+                )
+            with log.phase("update"):
                 history = update(
                     policy,
                     optimizer,
@@ -636,40 +690,39 @@ def main() -> None:
                     objective,
                     cfg,
                     step,
-                    is_first=step == done + 1,
+                    is_first=step == first_step,
                 )
-            except FloatingPointError as error:
-                raise FloatingPointError(f"step {step}, {error}") from error
-        # 4 sync
-        with log.phase("sync"):
-            sync(version=str(step))
-        # 5 log; now and then evaluate and save
-        is_last = step == cfg.steps
-        accuracy = {}
-        if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
-            accuracy = evaluation()
-        if is_last:
-            # Before its line of metrics: a run that has its last line is finished.
-            save_model(policy, data.tokenizer, out / "model")
-        log.step(step, rollouts, history, accuracy)
-        # A signal finds the ranks at different places: they agree on it here.
-        stopped = torch.tensor(max(signals, default=0))
-        dist.all_reduce(stopped, dist.ReduceOp.MAX)
-        if stopped or (cfg.save_every and (is_last or step % cfg.save_every == 0)):
-            save_checkpoint(
-                out,
-                step,
-                policy,
-                optimizer,
-                schedule,
-                queue,
-                group_size=cfg.group_size,
-                keep=cfg.keep_checkpoints,
-            )
-        if stopped and not is_last:
-            raise Refused(
-                f"stopped by signal {int(stopped)} after step {step}: --resume goes on"
-            )
+            queue.popleft()
+            done = step
+            # 4 sync
+            with log.phase("sync"):
+                sync(version=str(step))
+            # 5 log; now and then evaluate, save, and probe the sync
+            is_last = step == cfg.steps
+            accuracy = {}
+            if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
+                accuracy = evaluation()
+            if is_last:
+                # Before its line of metrics: a run that has its last line is finished.
+                save_model(policy, data.tokenizer, out / "model")
+            log.step(step, rollouts, history, accuracy)
+            if cfg.save_every and (is_last or step % cfg.save_every == 0):
+                save(step)
+            if step % PROBE_EVERY == 0:
+                probe.check(engine, policy, step)
+            stopped_by = agreed_signal(signals)
+            if stopped_by and not is_last:
+                raise Refused(
+                    f"stopped by signal {stopped_by} after step {step}: --resume goes "
+                    "on"
+                )
+    except (Refused, FloatingPointError):
+        # All ranks are here. The weights are those of step `done`, unless some of the
+        # updates of the next step have been made.
+        updates = done * cfg.passes * cfg.minibatches
+        if schedule.last_epoch == updates and done >= first_step:
+            save(done)
+        raise
     if rank == 0:
         log.finish()
     engine.close()
@@ -678,8 +731,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, FloatingPointError) as error:
-        # Almost always on all ranks alike: one says it, the others only where they are.
+    except (Refused, FloatingPointError, OneRankFailed) as error:
         rank = int(os.environ.get("RANK", 0))
         where = f"rank {rank}: " if rank > 0 else ""
         print(f"train.py: {where}{error}", file=sys.stderr, flush=True)

@@ -1,11 +1,9 @@
-"""P3O with a part of it taken out or replaced: what are the cap, the KL and e_B good
-for?
+"""P3O with a part taken out or replaced: what are the cap, the KL and e_B good for?
 
     torchrun train.py --objective experiments.ablations:cap_without_kl --lag 16
-    torchrun train.py --objective experiments.ablations:fixed_ess --objective_args
-    level=0.9
+    torchrun train.py --objective experiments.ablations:k3 --temperature 1.4
 
-They take the tensors and keywords of loss.p3o_loss.
+They take the tensors of loss.p3o_loss, and the keywords that the trainer hands to it.
 """
 
 import json
@@ -32,8 +30,8 @@ def cap_without_kl_loss(
     *tensors: Tensor, kl: Tensor | None = None, **batch: Any
 ) -> Loss:
     """(12) without its second term: the ratio is capped at e_B, nothing pulls back."""
-    mask = tensors[3]
-    return p3o_loss(*tensors, kl=torch.zeros(mask.shape, dtype=torch.float64), **batch)
+    logp = tensors[0]
+    return p3o_loss(*tensors, kl=torch.zeros_like(logp), **batch)
 
 
 def kl_without_cap_loss(
@@ -42,13 +40,15 @@ def kl_without_cap_loss(
     advantage: Tensor,
     mask: Tensor,
     *,
-    kl: Tensor,
+    kl: Tensor | None = None,
     ess: Tensor,
     token_count: int,
 ) -> Loss:
-    """(12) with rho in place of min(rho, e_B)."""
+    """(12) with rho in place of min(rho, e_B). As in p3o_loss, a KL may be left out."""
     logp, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     ratio = log_ratio.exp().detach()
+    if kl is None:
+        kl = KL_ESTIMATORS["is"](log_ratio)
     loss = -ratio * advantage * logp + (1 - ess) * kl
     return batch_mean(loss, {"capped": torch.zeros_like(mask)}, mask, token_count)
 
@@ -87,7 +87,7 @@ class Replayed:
     """Another run's e_B, update by update, in place of the batch's own.
 
     The level and the trend are those of a real run; only whether this batch deserves it
-    is not. `path` is a JSON list with one e_B an update.
+    is not. `path` is a JSON list with one e_B an update. Not for a resumed run.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,8 @@ kl_without_cap = Objective(kl_without_cap_loss, token_count_and_ess_of, takes_kl
 clamped_k3 = Objective(clamped_k3_loss, token_count_and_ess_of)
 k3 = Objective(k3_loss, token_count_and_ess_of)
 importance_sampled = Objective(is_loss, token_count_and_ess_of)
-# As in the authors' code. --micro_batch_tokens has to make several of a batch.
+# Nearly as in the authors' code, which sums over the ranks of a micro-batch; here it is
+# of each rank alone. --micro_batch_tokens has to make several of a batch.
 ess_of_micro_batch = Objective(p3o_loss, token_count_of, takes_kl=True)
 fixed_ess = Objective(p3o_with_given_ess, given_level, {"level": 1.0}, takes_kl=True)
 yoked_ess = Objective(p3o_with_given_ess, Replayed(), {"path": ""}, takes_kl=True)

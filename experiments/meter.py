@@ -1,101 +1,227 @@
-"""The mismatch meter, run as `python rollout.py`: how far off-policy is an engine for a model?
+"""The mismatch meter: how far off-policy does a rollout engine make a policy?
 
-vLLM samples as set, the trainer's forward pass scores the same tokens in float32 at temperature 1,
-and the two are compared: no training, no reward. Use it for any framework that samples with vLLM.
+    python experiments/meter.py --model tiny --temperature 1.2
+    python experiments/meter.py --rollout_quantization fp8_per_channel --top_p 0.9
+
+vLLM samples as the flags say. The trainer's forward pass scores the same tokens in
+float32, and the two are compared: nothing is trained, and no answer is checked. It says
+what to expect of any framework that samples with vLLM.
 """
 
-import argparse
-import json
+import os
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Literal
 
+# torch reads it when it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import transformers
 
-from config import Config, Refused, check_config, load_model_files
-from loss import KL_ESTIMATORS, effective_sample_size
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from loss import (
+    KL_ESTIMATORS,
+    effective_sample_size,
+    kl_divergence,
+    restrict_to_support,
+)
 from policy import Policy
-from reward import encode_prompt
-from rollout import QUANTIZATIONS, Engine, Rollouts, init_distributed
+from reward import load_task
+from rollout import Engine, Rollouts, init_distributed, noise_seeds
+from support.flags import (
+    Count,
+    Flags,
+    PositiveCount,
+    Probability,
+    Refused,
+    Temperature,
+    parse_flags,
+)
+from support.prompts import check_model, encode_problems
+from support.tasks import task_of
+
+# K of the KLs that are printed, as far as the engine lists so many tokens.
+LISTED = (1, 5, 20)
+# A mean over fewer samples of a token says little about this token.
+OFTEN = 10
+# Responses of one forward pass.
+ROWS = 16
+
+
+class MeterConfig(Flags):
+    """A measurement: what samples, and how."""
+
+    model: str = "tiny"
+    """a model folder or a hub name"""
+    task: str = "tiny"
+    """whose held-out prompts are asked, as train.py takes it"""
+    rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
+    """of the engine's linear layers, weights and activations"""
+    rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """the engine computes in it"""
+    temperature: Temperature = 1.0
+    """of the rollouts"""
+    top_p: Probability = 1.0
+    """of the rollouts"""
+    top_k: Count = 0
+    """of the rollouts; 0: all tokens"""
+    policy_temperature: Temperature = 1.0
+    """of pi_theta"""
+    top_logprobs: Count = 20
+    """K: the KL is over the K likeliest tokens of pi_b; 0: from the sampled token"""
+    responses: PositiveCount = 256
+    """to measure on, rounded up to the same number for each prompt"""
+    max_response_tokens: PositiveCount = 64
+    """truncate longer responses"""
+
+
+def load_prompts(
+    model: str, task: str, max_response_tokens: int, limit: int
+) -> list[list[int]]:
+    """The task's first held-out prompts as token ids of the model. Raises Refused."""
+    try:
+        tokenizer, context = check_model(model)
+        split = encode_problems(
+            load_task(task, "heldout")[:limit],
+            tokenizer,
+            instruction=task_of(task).instruction,
+            room=context - max_response_tokens,
+            drop_long=False,
+            name=f"heldout prompts of {task}",
+        )
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return split.prompts
+
+
+def score_rollouts(
+    policy: Policy, rollouts: Rollouts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log pi_theta of the response tokens [N, T] and of the top tokens [N, T, K]."""
+    logp = torch.zeros_like(rollouts.logp_behavior)
+    top_logp = torch.zeros_like(rollouts.top_logp_behavior)
+    for first in range(0, len(rollouts.text), ROWS):
+        rows = list(range(first, min(first + ROWS, len(rollouts.text))))
+        batch = rollouts.rows(rows)
+        with torch.no_grad():
+            batch_logp, batch_top_logp = policy(batch)
+        columns = batch.mask.shape[1]
+        logp[rows, :columns] = batch_logp
+        top_logp[rows, :columns] = batch_top_logp
+    return logp, top_logp
 
 
 def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """What a batch's log rho [N, T] says of the mismatch; KL(pi_theta || pi_b) in nats a token."""
+    """What the log rho [N, T] of a batch says about the mismatch, in nats a token."""
     tokens = log_ratio[mask].double()  # [M]
-    quantiles = torch.quantile(
-        tokens[: 2**24].exp(), torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99]).double()
-    )  # of as many as torch.quantile takes
-    return {
+    ratio = tokens.exp().sort().values
+    found = {
         "e_B": effective_sample_size(log_ratio, mask).item(),
         "mean |log rho|": tokens.abs().mean().item(),
         "max |log rho|": tokens.abs().max().item(),
-        "KL": KL_ESTIMATORS["is"](tokens).mean().item(),
-        **{f"rho q{q}": v for q, v in zip((1, 10, 50, 90, 99), quantiles.tolist(), strict=True)},
     }
+    for percent in (1, 10, 50, 90, 99):
+        place = round(percent / 100 * (len(ratio) - 1))
+        found[f"rho q{percent}"] = ratio[place].item()
+    found["KL, sampled token"] = KL_ESTIMATORS["is"](tokens).mean().item()
+    return found
 
 
-def most_off(rollouts: Rollouts, log_ratio: torch.Tensor) -> list[tuple[float, int, int]]:
-    """(mean |log rho|, count, token id) of the tokens sampled 10 times or more, the worst first."""
+def kl_by_listed_tokens(
+    top_logp: torch.Tensor, top_logp_behavior: torch.Tensor, restrict: bool
+) -> dict[int, float]:
+    """The mean KL over the K likeliest tokens and one bucket, for each K of LISTED.
+
+    Both are [M, K], of M response tokens, the likeliest token of pi_b first. restrict
+    says that pi_b was cut by top-p or top-k, as in train.kl_of_positions.
+    """
+    found = {}
+    for listed in LISTED:
+        if listed > top_logp.shape[-1]:
+            break
+        logp = top_logp[:, :listed]
+        logp_behavior = top_logp_behavior[:, :listed]
+        if restrict:
+            logp, logp_behavior = restrict_to_support(logp, logp_behavior)
+        found[listed] = kl_divergence(logp, logp_behavior).mean().item()
+    return found
+
+
+def most_off(
+    rollouts: Rollouts, log_ratio: torch.Tensor
+) -> list[tuple[float, int, int]]:
+    """(mean |log rho|, samples, token id) of the tokens sampled OFTEN, worst first."""
     off: dict[int, list[float]] = defaultdict(list)
     row, t = rollouts.mask.nonzero(as_tuple=True)
-    token = rollouts.tokens[row, rollouts.prompt_length[row] + t]
-    for i, value in zip(token.tolist(), log_ratio[rollouts.mask].abs().tolist(), strict=True):
-        off[i].append(value)
-    often = [(sum(v) / len(v), len(v), i) for i, v in off.items() if len(v) >= 10]
+    tokens = rollouts.tokens[row, rollouts.prompt_length[row] + t]
+    sizes = log_ratio[row, t].abs()
+    for token, size in zip(tokens.tolist(), sizes.tolist(), strict=True):
+        off[token].append(size)
+    often = []
+    for token, of_token in off.items():
+        if len(of_token) >= OFTEN:
+            often.append((sum(of_token) / len(of_token), len(of_token), token))
     return sorted(often, reverse=True)
 
 
 def main() -> None:
-    """Sample with the engine as set, score with the trainer's forward pass, compare."""
-    tiny = Path(__file__).resolve().parents[1] / "tiny"
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(tiny), help="a model folder or hub name")
-    parser.add_argument("--prompts", default=str(tiny / "heldout.jsonl"), help="field 'prompt'")
-    parser.add_argument("--rollout_quantization", default="none", choices=QUANTIZATIONS)
-    parser.add_argument("--rollout_dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--top_k", type=int, default=0)
-    parser.add_argument("--responses", type=int, default=256)
-    parser.add_argument("--max_response_tokens", type=int, default=64)
-    args, start = parser.parse_args(), time.time()
-    sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    if min(args.responses, args.max_response_tokens) < 1:
-        parser.error("responses and max_response_tokens have to be positive")
-    try:
-        check_config(Config(**sampling))
-        problems = [json.loads(line)["prompt"] for line in open(args.prompts)][: args.responses]
-        tokenizer, context = load_model_files(args.model)
-    except (json.JSONDecodeError, KeyError, TypeError):
-        parser.error(f"{args.prompts}: each line has to be a JSON object with a field 'prompt'")
-    except (Refused, ValueError, OSError) as error:  # each names the flag, the model or the file
-        parser.error(str(error))
-    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
-    longest = max(map(len, prompts), default=context) + args.max_response_tokens
-    if longest > context:
-        parser.error(f"{args.prompts}: needs 1 prompt or more, and of at most {context} tokens")
-    each = -(-args.responses // len(prompts))  # responses to a prompt, rounded up
-
+    """Sample with the engine as set, score with the trainer, and print the mismatch."""
+    cfg = parse_flags(MeterConfig)
+    prompts = load_prompts(
+        cfg.model, cfg.task, cfg.max_response_tokens, limit=cfg.responses
+    )
+    start = time.perf_counter()
     init_distributed()
-    options = dict(quantization=args.rollout_quantization, dtype=args.rollout_dtype)
-    engine = Engine(args.model, longest, **options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    engine = Engine(
+        cfg.model,
+        max(len(prompt) for prompt in prompts) + cfg.max_response_tokens,
+        quantization=cfg.rollout_quantization,
+        dtype=cfg.rollout_dtype,
+        top_logprobs=cfg.top_logprobs,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        cfg.model, dtype=torch.float32
+    )
     engine.load_weights(model.state_dict().items(), version="0")
-    seeds = [each * i for i in range(len(prompts))]
-    rollouts = engine.sample(prompts, each, seeds, max_tokens=args.max_response_tokens, **sampling)
-    log_ratio = torch.zeros_like(rollouts.logp_behavior)
-    policy = Policy(model)
-    with torch.no_grad():
-        for rows in torch.arange(len(rollouts.text)).split(16):
-            batch = rollouts.rows(rows.tolist())
-            log_ratio[rows, : batch.mask.shape[1]] = policy(batch) - batch.logp_behavior
-    size = f"{len(rollouts.text)} responses, {int(rollouts.mask.sum())} tokens"
-    print(f"{size}, {time.time() - start:.0f} s")
-    entropy = -rollouts.logp_behavior[rollouts.mask].mean().item()  # as these samples estimate it
-    for name, value in ({"entropy of pi_b": entropy} | measure(log_ratio, rollouts.mask)).items():
-        print(f"{name:16}{value:10.5f}")
-    print("most off (10 samples or more)")
-    for off, count, token in most_off(rollouts, log_ratio)[:5]:
-        print(f"  {tokenizer.decode([token])!r:14}{off:10.5f}  mean |log rho| of {count}")
+    responses_to_each = -(-cfg.responses // len(prompts))  # rounded up
+    rollouts = engine.sample(
+        prompts,
+        responses_to_each,
+        noise_seeds(0, first=0, count=len(prompts), spacing=responses_to_each),
+        max_tokens=cfg.max_response_tokens,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+    )
+    logp, top_logp = score_rollouts(Policy(model, cfg.policy_temperature), rollouts)
+    log_ratio = logp - rollouts.logp_behavior  # (7), [N, T]
+
+    token_count = int(rollouts.mask.sum())
+    seconds = time.perf_counter() - start
+    print(f"{len(rollouts.text)} responses, {token_count} tokens, {seconds:.0f} s")
+    # The mean of -log pi_b over samples of pi_b.
+    entropy = -rollouts.logp_behavior[rollouts.mask].mean().item()
+    print(f"{'entropy of pi_b':20}{entropy:10.5f}")
+    for name, value in measure(log_ratio, rollouts.mask).items():
+        print(f"{name:20}{value:10.5f}")
+    kl_by_k = kl_by_listed_tokens(
+        top_logp[rollouts.mask],
+        rollouts.top_logp_behavior[rollouts.mask],
+        restrict=cfg.top_p < 1 or cfg.top_k > 0,
+    )
+    for listed, value in kl_by_k.items():
+        print(f"{f'KL, K = {listed}':20}{value:10.5f}")
+    print(f"most off ({OFTEN} samples or more)")
+    for size, samples, token in most_off(rollouts, log_ratio)[:5]:
+        text = repr(engine.tokenizer.decode([token]))
+        print(f"  {text:18}{size:10.5f}  mean |log rho| of {samples}")
     engine.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refused as error:
+        sys.exit(f"meter.py: {error}")

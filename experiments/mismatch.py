@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Half the default batch: it is noisier and cheaper.
-EVERY_RUN = ["--steps=60", "--prompts_per_step=16"]
+# Half the default batch, all of it in one update: noisier and cheaper.
+EVERY_RUN = ["--steps=60", "--prompts_per_step=16", "--minibatches=1"]
 LEARNING_RATES = (1e-4, 2e-4, 5e-4, 1e-3)
 LEARNING_RATE = 2e-4
 MISMATCHES = {
@@ -173,8 +173,8 @@ def flags_of(cell: Cell, done: dict[Cell, dict], folder: Path) -> list[str]:
     flags = [
         script,
         *(MAIN | OTHERS)[cell.objective],
-        *MISMATCHES[cell.mismatch],
         *EVERY_RUN,
+        *MISMATCHES[cell.mismatch],
         f"--learning_rate={cell.learning_rate}",
         f"--seed={cell.seed}",
     ]

@@ -1,8 +1,6 @@
 """Six more objectives that P3O is compared with. Each names its source.
 
     torchrun train.py --objective experiments.objectives:dapo
-    torchrun train.py --objective experiments.objectives:gspo --objective_args
-    eps_low=0.2
 
 They take the tensors that loss.p3o_loss takes: log pi_theta with its gradient, log
 pi_b, the advantage and the mask, [N, T] each, and return a loss and its statistics. rho

@@ -31,6 +31,10 @@ class Refused(Exception):
     """What the user gave cannot run, for the reason that it says in one sentence."""
 
 
+class OneRankFailed(Exception):
+    """What only one rank found out: the others still wait for it, and end with it."""
+
+
 class Flags(BaseModel):
     """The base of a configuration: the text below a field says what it is."""
 
@@ -137,7 +141,8 @@ def find_objective(
         module, _, attribute = name.partition(":")
         try:
             objective = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            # importlib has the last two for a relative name and for an empty one.
             raise Refused(f"objective {name!r} cannot be imported: {error}") from error
         if not hasattr(objective, "hyper_parameters"):
             raise Refused(f"objective {name!r} is a {type(objective)}, no Objective")

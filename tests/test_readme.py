@@ -15,7 +15,9 @@ from train import Config
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted(ROOT.glob("docs/*.md"))]
-DOCUMENTS += [ROOT / f"{folder}/README.md" for folder in ("tiny", "experiments", "recipes")]
+DOCUMENTS += [
+    ROOT / f"{folder}/README.md" for folder in ("tiny", "experiments", "recipes")
+]
 
 
 def names_in(path: Path) -> Iterator[str]:

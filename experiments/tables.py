@@ -1,0 +1,288 @@
+"""The tables of the mismatch laboratory: mismatch.md, from the runs of mismatch.jsonl.
+
+experiments/plot.py writes them beside its figures. All intervals are 95% intervals of a
+mean by Student's t. A run's score is the mean of its last three sampled held-out
+accuracies (mismatch.score). A run has collapsed if its last sampled accuracy is below
+half of the best that it had, or if it stopped itself on a number that is not finite.
+Runs of one seed have the same problems in the same order, so objectives are compared
+seed by seed: P3O's score less that of the other.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from scipy.stats import t as student
+
+from experiments.mismatch import (
+    LEARNING_RATE,
+    MAIN,
+    OTHERS,
+    SETTINGS,
+    finished,
+    score,
+)
+
+Run = dict[str, Any]  # a line of mismatch.jsonl
+
+
+class Setting(NamedTuple):
+    """A mismatch at a learning rate: a table, or a place on an axis."""
+
+    mismatch: str
+    learning_rate: float
+
+    @property
+    def title(self) -> str:
+        if self.learning_rate == LEARNING_RATE:
+            return self.mismatch
+        return f"{self.mismatch}, learning rate {self.learning_rate:g}"
+
+
+class Interval(NamedTuple):
+    """A mean of `count` values, and half the width of its 95% interval."""
+
+    mean: float
+    half: float  # nan of a single value
+    count: int
+
+    def excludes_zero(self) -> bool:
+        return abs(self.mean) > self.half  # False where half is nan
+
+
+class Differences(NamedTuple):
+    """P3O's scores less those of another objective in a setting, seed by seed."""
+
+    setting: Setting
+    values: list[float]
+
+
+# By setting, in the order of the plan; then by objective, likewise; then by seed.
+Runs = dict[Setting, dict[str, list[Run]]]
+
+
+def load(path: Path) -> Runs:
+    """The finished runs of a mismatch.jsonl. SystemExit where there are none."""
+    done = finished(path)
+    if not done:
+        raise SystemExit(
+            f"plot.py: {path} has no runs: experiments/mismatch.py writes it"
+        )
+    planned = [Setting(*setting) for setting in SETTINGS]
+    # Rates that were only tried to choose one come last.
+    tried = sorted({Setting(cell.mismatch, cell.learning_rate) for cell in done})
+    runs: Runs = {}
+    for setting in planned + tried:
+        for objective in [*MAIN, *OTHERS]:
+            cells = [
+                cell
+                for cell in sorted(done)
+                if Setting(cell.mismatch, cell.learning_rate) == setting
+                and cell.objective == objective
+            ]
+            if cells:
+                of_setting = runs.setdefault(setting, {})
+                of_setting[objective] = [done[cell] for cell in cells]
+    return runs
+
+
+def series(run: Run, metric: str) -> list[tuple[int, float]]:
+    """(step, value) wherever the run has a value of the metric."""
+    points = zip(run["metrics"]["step"], run["metrics"][metric], strict=True)
+    return [(step, value) for step, value in points if value is not None]
+
+
+def first(run: Run, metric: str) -> float:
+    return series(run, metric)[0][1]
+
+
+def last(run: Run, metric: str) -> float:
+    return series(run, metric)[-1][1]
+
+
+def collapsed(run: Run) -> bool:
+    """Whether the run lost more than half of the best accuracy that it had."""
+    accuracies = [value for _, value in series(run, "heldout_pass@1")]
+    return bool(run["stopped"]) or accuracies[-1] < max(accuracies) / 2
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of some values, with its 95% interval if they are two or more."""
+    count = len(values)
+    if count < 2:
+        return Interval(mean(values), math.nan, count)
+    half = student.ppf(0.975, count - 1) * stdev(values) / math.sqrt(count)
+    return Interval(mean(values), half, count)
+
+
+def differences(runs: Runs, objective: str) -> list[Differences]:
+    """P3O's scores less this objective's, in every setting that has both."""
+    found = []
+    for setting, of_setting in runs.items():
+        p3o = {run["seed"]: score(run) for run in of_setting.get("p3o", [])}
+        other = {run["seed"]: score(run) for run in of_setting.get(objective, [])}
+        seeds = sorted(p3o.keys() & other.keys())
+        if seeds and objective != "p3o":
+            values = [p3o[seed] - other[seed] for seed in seeds]
+            found.append(Differences(setting, values))
+    return found
+
+
+def text_of(found: Interval, sign: str = "") -> str:
+    """mean ± half"""
+    if math.isnan(found.half):
+        return f"{found.mean:{sign}.3f}"
+    return f"{found.mean:{sign}.3f} ± {found.half:.3f}"
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table, whose first row is the head."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table_of_setting(setting: Setting, runs: Runs) -> str:
+    """One row an objective."""
+    rows = [
+        [
+            "objective",
+            "seeds",
+            "score",
+            "P3O's less it",
+            "sampled",
+            "greedy",
+            "pass@8",
+            "entropy",
+            "collapsed",
+        ]
+    ]
+    for objective, of_objective in runs[setting].items():
+        compared = [
+            text_of(interval(found.values), "+")
+            for found in differences(runs, objective)
+            if found.setting == setting
+        ]
+        # A run that stopped itself has no model to measure pass@8 of.
+        pass_at_8 = [run["pass@8"] for run in of_objective if run["pass@8"] is not None]
+        count = sum(collapsed(run) for run in of_objective)
+        rows.append(
+            [
+                objective,
+                str(len(of_objective)),
+                text_of(interval([score(run) for run in of_objective])),
+                "".join(compared),
+                mean_of_last(of_objective, "heldout_pass@1"),
+                mean_of_last(of_objective, "heldout_greedy"),
+                text_of(interval(pass_at_8)) if pass_at_8 else "",
+                mean_of_last(of_objective, "entropy"),
+                f"**{count} of {len(of_objective)}**" if count else "0",
+            ]
+        )
+    return table(rows)
+
+
+def mean_of_last(of_objective: list[Run], metric: str) -> str:
+    """The last value of a metric, over seeds."""
+    return text_of(interval([last(run, metric) for run in of_objective]))
+
+
+def table_of_differences(runs: Runs) -> str:
+    """One row an objective: its differences to P3O over all settings that have both.
+
+    The interval is over the settings' means: seeds of a setting are no independent
+    evidence on what happens in another.
+    """
+    rows = [
+        [
+            "objective",
+            "settings",
+            "comparisons",
+            "P3O better",
+            "worse",
+            "mean of the settings",
+            "least",
+            "most",
+        ]
+    ]
+    for objective in [*MAIN, *OTHERS]:
+        found = differences(runs, objective)
+        if not found:
+            continue
+        values = [value for of_setting in found for value in of_setting.values]
+        means = [mean(of_setting.values) for of_setting in found]
+        rows.append(
+            [
+                objective,
+                str(len(found)),
+                str(len(values)),
+                str(sum(value > 0 for value in values)),
+                str(sum(value < 0 for value in values)),
+                text_of(interval(means), "+"),
+                f"{min(means):+.3f}",
+                f"{max(means):+.3f}",
+            ]
+        )
+    return table(rows)
+
+
+def sentence_on_chance(runs: Runs) -> str:
+    """How many of the intervals of differences exclude 0, and how many would anyway."""
+    intervals = []
+    for objective in [*MAIN, *OTHERS]:
+        for found in differences(runs, objective):
+            if len(found.values) > 1:
+                intervals.append(interval(found.values))
+    count = len(intervals)
+    if count == 0:
+        return "No setting has two seeds of P3O and of another objective yet."
+    excluding = sum(found.excludes_zero() for found in intervals)
+    return (
+        f"The tables below have {count} intervals of such differences, of which "
+        f"{excluding} exclude 0. If no objective differed from P3O, about "
+        f"{0.05 * count:.1f} of {count} would."
+    )
+
+
+def report(runs: Runs) -> str:
+    """All of mismatch.md."""
+    every = [
+        run
+        for of_setting in runs.values()
+        for of_objective in of_setting.values()
+        for run in of_objective
+    ]
+    sampled = interval([first(run, "heldout_pass@1") for run in every])
+    greedy = interval([first(run, "heldout_greedy") for run in every])
+    steps = sorted({run["config"]["steps"] for run in every})
+    sections = [
+        "# The mismatch laboratory",
+        "`python experiments/plot.py` writes this file from mismatch.jsonl.",
+        f"{len(every)} runs of {' or '.join(map(str, steps))} steps. Before training: "
+        f"sampled {sampled.mean:.3f}, greedy {greedy.mean:.3f}.",
+        "- score: the mean of a run's last three sampled held-out accuracies\n"
+        "- sampled, greedy: the last held-out accuracy, at temperature 1 and greedy\n"
+        "- pass@8: of the final policy, on 128 held-out problems\n"
+        "- entropy: of the rollouts of the last step, nats a token\n"
+        "- collapsed: the last sampled accuracy is below half of the run's own best, "
+        "or the run stopped itself on a number that is not finite\n"
+        "- ±: half of a 95% interval of the mean over seeds, by Student's t",
+        "## P3O's score less that of another objective, over all settings",
+        table_of_differences(runs),
+        "A comparison is two runs of one seed in one setting. The interval is over the "
+        f"means of the settings. {sentence_on_chance(runs)}",
+    ]
+    for setting in runs:
+        sections += [f"## {setting.title}", table_of_setting(setting, runs)]
+    return "\n\n".join(sections) + "\n"
+
+
+def spread(runs: Runs, setting: Setting) -> float:
+    """How far the objectives' mean scores lie apart in a setting."""
+    means = [
+        mean(score(run) for run in of_objective)
+        for of_objective in runs[setting].values()
+    ]
+    return max(means) - min(means)
