@@ -1,6 +1,7 @@
-"""Fixtures: the loss under test (--loss PATH, or the repository's), a real engine and its policy.
+"""Fixtures: the loss under test (--loss PATH, or the repository's), engines, runs.
 
-The first vLLM engine in this process takes 10 s to build, each further one less than a second.
+The first vLLM engine in this process takes 10 s to build, each further one less than a
+second.
 """
 
 import importlib.util
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-# OpenMP reads it when torch is imported: threads that spin while they wait starve the other ranks.
+# OpenMP reads it when torch is imported. Threads that spin while they wait starve the
+# other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-KEPT = []  # engines: one that is collected as garbage takes the process group with it
+# All engines: one that is collected as garbage takes the process group with it.
+KEPT = []
 ROOT = Path(__file__).parents[1]
 LOSS = ROOT / "loss.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -26,7 +29,9 @@ FUNCTIONS = ("group_advantage", "effective_sample_size", "kl_divergence", "p3o_l
 
 def load_module(path):
     """Import the file at `path`, which need not be on sys.path."""
-    spec = importlib.util.spec_from_file_location(f"loss_at_{abs(hash(str(path)))}", path)
+    spec = importlib.util.spec_from_file_location(
+        f"loss_at_{abs(hash(str(path)))}", path
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass looks for its annotations
     spec.loader.exec_module(module)
@@ -34,23 +39,33 @@ def load_module(path):
 
 
 def differences(module, expected):
-    """Sentences on where `module` lacks the interface of `expected`; parameter names matter."""
+    """Sentences on where `module` lacks the interface of `expected`.
+
+    The names of parameters matter.
+    """
     for name in FUNCTIONS:
         yield from compare(name, getattr(module, name, None), getattr(expected, name))
 
 
-def compare(name, found, expected):
-    def parameters(function):
-        return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+def compare(name, function, expected):
+    """One sentence, or none if the function takes what it should."""
 
-    if found is None:
+    def parameters(function):
+        signature = inspect.signature(function)
+        return [(each.name, each.kind) for each in signature.parameters.values()]
+
+    if function is None:
         yield f"{name} is missing"
-    elif parameters(found) != parameters(expected):
-        yield f"{name}{inspect.signature(found)} should be {name}{inspect.signature(expected)}"
+    elif parameters(function) != parameters(expected):
+        signature = inspect.signature(function)
+        expected_signature = inspect.signature(expected)
+        yield f"{name}{signature} should be {name}{expected_signature}"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--loss", metavar="PATH", help="run tests/test_loss.py on this file")
+    parser.addoption(
+        "--loss", metavar="PATH", help="run tests/test_loss.py on this file"
+    )
 
 
 def pytest_configure(config):
@@ -62,9 +77,13 @@ def pytest_configure(config):
     try:
         config.loss_module = load_module(Path(path).resolve())
     except Exception as error:
-        raise pytest.UsageError(f"--loss {path} cannot be imported: {error!r}") from error
-    if found := list(differences(config.loss_module, load_module(LOSS))):
-        raise pytest.UsageError("\n".join([f"--loss {path} has another interface:", *found]))
+        raise pytest.UsageError(
+            f"--loss {path} cannot be imported: {error!r}"
+        ) from error
+    complaints = list(differences(config.loss_module, load_module(LOSS)))
+    if complaints:
+        lines = [f"--loss {path} has another interface:", *complaints]
+        raise pytest.UsageError("\n".join(lines))
 
 
 @pytest.fixture(scope="session")
@@ -197,8 +216,9 @@ def one_rank(train_here):
 def short_run(request, tmp_path_factory):
     """If a test asks for `run`: (out_dir, process) of a training run under torchrun.
 
-    It has half the prompts and four times the learning rate of the default. It begins
-    with the session and stays on one core, which most tests leave idle.
+    It has half the prompts and four times the learning rate of the default, and one
+    update a step, so every batch B is fresh. It begins with the session and stays on
+    one core, which most tests leave idle.
     """
     if not any("run" in item.fixturenames for item in request.session.items):
         yield
@@ -207,6 +227,7 @@ def short_run(request, tmp_path_factory):
     flags = [
         "--steps=10",
         "--prompts_per_step=16",
+        "--minibatches=1",
         "--learning_rate=8e-4",
         "--eval_every=0",
     ]
