@@ -639,7 +639,7 @@ def test_bad_input_is_one_sentence_before_the_engine_is_built(
 @pytest.mark.parametrize(
     "lines, sentence",
     [
-        ("", "0 problems"),
+        ("", "has no problems"),
         ('{"prompt": "1+1", "answer": "2"}\n{"prompt": 1+1}\n', "line 2"),
         ('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+2"}\n', "line 2"),
     ],
