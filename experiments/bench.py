@@ -21,7 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("rollout", "reward", "update", "sync")
-PROMPTS, GROUP, TOKENS = 8, 4, 32  # of a step with SmolLM2: 32 responses of at most 32 tokens
+PROMPTS, GROUP, TOKENS = (
+    8,
+    4,
+    32,
+)  # of a step with SmolLM2: 32 responses of at most 32 tokens
 
 
 def ours(steps: int, *flags: str, ranks: int = 1) -> dict[str, float]:
@@ -29,7 +33,12 @@ def ours(steps: int, *flags: str, ranks: int = 1) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={ranks}", "train.py"]
-        command += [f"--steps={steps}", f"--out_dir={out}/run", "--eval_every=0", *flags]
+        command += [
+            f"--steps={steps}",
+            f"--out_dir={out}/run",
+            "--eval_every=0",
+            *flags,
+        ]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in open(f"{out}/run/metrics.jsonl")][3:]
     median = {p: statistics.median(row[f"{p}_seconds"] for row in rows) for p in PHASES}
@@ -46,7 +55,9 @@ def sums_task(folder: Path) -> None:
     pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(64)]
     rows = [{"prompt": f"What is {a}+{b}?", "answer": str(a + b)} for a, b in pairs]
     for split in "train", "heldout":
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     (folder / "task.json").write_text('{"verifier": "exact", "instruction": null}')
 
 
@@ -80,29 +91,44 @@ def trl(model: str, task: str, steps: int) -> None:
         model=model,
         args=config,
         train_dataset=Dataset.from_list(chats),
-        reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+        reward_funcs=lambda completions, **_: [
+            float(i % 2) for i in range(len(completions))
+        ],
         callbacks=[Clock()],
     )
     trainer.train()
-    print(statistics.median(b - a for a, b in zip(stamps[1:], stamps[2:], strict=False)))
+    print(
+        statistics.median(b - a for a, b in zip(stamps[1:], stamps[2:], strict=False))
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smollm2", metavar="FOLDER", help="also time this model beside TRL")
+    parser.add_argument(
+        "--smollm2", metavar="FOLDER", help="also time this model beside TRL"
+    )
     parser.add_argument("--trl_child", metavar="TASK", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl_child:  # in a process of its own, as train.py is
         return trl(args.smollm2, args.trl_child, steps=5)
     cores = len(os.sched_getaffinity(0))
-    results = {"cores": cores, "tiny": ours(30), "tiny, a rank a core": ours(30, ranks=cores)}
+    results = {
+        "cores": cores,
+        "tiny": ours(30),
+        "tiny, a rank a core": ours(30, ranks=cores),
+    }
     if args.smollm2:
         with tempfile.TemporaryDirectory() as task:
             sums_task(Path(task))
             flags = [f"--model={Path(args.smollm2).resolve()}", f"--task={task}"]
             flags += [f"--prompts_per_step={PROMPTS}", f"--group_size={GROUP}"]
             flags += [f"--max_response_tokens={TOKENS}", "--eval_problems=8"]
-            child = [sys.executable, __file__, f"--smollm2={args.smollm2}", f"--trl_child={task}"]
+            child = [
+                sys.executable,
+                __file__,
+                f"--smollm2={args.smollm2}",
+                f"--trl_child={task}",
+            ]
             seconds = float(subprocess.check_output(child, text=True).split()[-1])
             results["trl float32"] = {"step": seconds}  # in bfloat16 it was slower here
             for dtype in "bfloat16", "float32":

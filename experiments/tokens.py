@@ -144,9 +144,8 @@ def render(data: dict[str, Any], title: str) -> str:
     and the page's script takes it from there as text (textContent).
     """
     embedded = json.dumps(data).replace("<", "\\u003c")
-    text = TEMPLATE.read_text()
-    text = text.replace("{{TITLE}}", html.escape(title))
-    return text.replace("{{DATA}}", embedded)
+    head, foot = TEMPLATE.read_text().split("{{DATA}}")
+    return head.replace("{{TITLE}}", html.escape(title)) + embedded + foot
 
 
 def describe(cfg: Config) -> str:

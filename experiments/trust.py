@@ -128,7 +128,7 @@ class Laboratory:
     def sample(
         self, weights: Weights, condition: Condition, first: int, prompts: int
     ) -> Rollouts:
-        """Rewarded responses to the prompts first, first + 1, ... of a shuffled order."""
+        """Rewarded responses to prompts first, first + 1, ... of a shuffled order."""
         engine = self.engines[condition.quantization]
         engine.load_weights(weights, version="trust")
         order = random.Random(1).sample(range(len(self.prompts)), len(self.prompts))
