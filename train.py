@@ -681,6 +681,7 @@ def main() -> None:
             rollouts = queue[0]
             expected = str(weights_that_sample(cfg, step))
             if rollouts.weight_version != expected:
+                saved = done  # A checkpoint would only bring this batch back.
                 raise Refused(
                     f"step {step}: the batch is of weights {rollouts.weight_version}, "
                     f"not of weights {expected}: was a sync left out?"

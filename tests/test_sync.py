@@ -11,6 +11,7 @@ import torch
 from test_rollout import AGREE, gap, moved, sample
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+import train
 from policy import Policy, build_policy, full_weights
 from rollout import Engine
 from support.checkpoints import checkpoints
@@ -153,10 +154,29 @@ def broken_from(version: int) -> Callable[[Engine, Iterator, str], None]:
     return broken
 
 
-def test_a_sync_that_is_broken_from_the_start_ends_the_run_in_its_first_step(
+@pytest.mark.parametrize("temperature", [1.0, 1.4])
+def test_a_sync_that_is_broken_from_the_start_ends_the_run_before_its_first_step(
+    temperature, train_here, monkeypatch
+):
+    # At another temperature than the policy's no batch could have shown it.
+    monkeypatch.setattr(Engine, "load_weights", broken_from(0))
+    sentence = "before the first step, engine and trainer differ by"
+    with pytest.raises(Refused, match=sentence):
+        train_here("--steps=4", "--prompts_per_step=4", f"--temperature={temperature}")
+
+
+def test_a_batch_that_should_be_on_policy_and_is_not_ends_the_run_in_its_first_step(
     train_here, monkeypatch
 ):
-    monkeypatch.setattr(Engine, "load_weights", broken_from(0))
+    # The first sync is good, and then the engine forgets: what the probe has not seen.
+    sample_step = train.sample_step
+
+    def forgetful(engine: Engine, *arguments):
+        weights = moved(AutoModelForCausalLM.from_pretrained("tiny"), scale=0.05)
+        engine.load_weights(weights.state_dict().items(), version="0")
+        return sample_step(engine, *arguments)
+
+    monkeypatch.setattr(train, "sample_step", forgetful)
     with pytest.raises(Refused, match="step 1: a batch that should be on-policy"):
         train_here("--steps=4", "--prompts_per_step=4")
 
@@ -187,7 +207,7 @@ def test_off_policy_the_probe_ends_a_run_whose_sync_breaks_and_the_run_is_saved(
 
 
 def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_weights(
-    train_here, monkeypatch
+    train_here, monkeypatch, tmp_path
 ):
     load_weights = Engine.load_weights
 
@@ -197,5 +217,8 @@ def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_we
 
     monkeypatch.setattr(Engine, "load_weights", forgetful)
     sentence = "step 3: the batch is of weights 1, not of weights 2"
+    out = tmp_path / "run"
     with pytest.raises(Refused, match=sentence):
-        train_here("--steps=4", "--prompts_per_step=4")
+        train_here("--steps=4", "--prompts_per_step=4", f"--out_dir={out}")
+    # A checkpoint would have that batch, and each run resumed from it would end there.
+    assert checkpoints(out) == []
