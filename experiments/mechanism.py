@@ -3,8 +3,8 @@
     python experiments/mechanism.py    # experiments/results/mechanism.{json,png}
 
 The batches are the laboratory's own (experiments/mismatch.py):
-    stale    "lag 16" at the larger learning rate, step 17: tiny/ sampled it, and the
-             policy that scores it has had 16 updates of P3O
+    stale    "lag 16" at RATE_OF_STALE, step 17: tiny/ sampled it, and the policy that
+             scores it has had 16 updates of P3O
     hot      "T = 1.4", step 1: tiny/ samples at 1.4 and scores at 1
     fp8      "fp8", step 1: vLLM samples tiny/ rounded to fp8, tiny/ scores
 
@@ -43,13 +43,14 @@ from loss import effective_sample_size
 from policy import build_policy
 from rollout import Engine, init_distributed
 from support.flags import parse_flags
-from support.tasks import task_of
-from train import Config, load_problems, micro_batches
+from support.prompts import Split
+from train import Config, load_data, micro_batches
 
 RESULTS = ROOT / "experiments" / "results"
 TINY = str(ROOT / "tiny")
-CONTEXT = 128  # tokens of a prompt and its response
 LAG = 16  # steps, of the stale batch
+# Larger than the laboratory's, so that 16 updates move the policy visibly.
+RATE_OF_STALE = 5e-4
 MICRO_BATCH_TOKENS = 600
 
 # Beyond these a ratio is far from 1: about what a clip range of 0.2 takes for far.
@@ -81,24 +82,21 @@ def train_for(steps: int, cfg: Config, out: Path) -> None:
 
 
 def sample_batches(
-    engine: Engine, fp8_engine: Engine, mesh: DeviceMesh
+    engine: Engine, fp8_engine: Engine, mesh: DeviceMesh, train: Split
 ) -> dict[str, ScoredBatch]:
     """The three batches, from engines that have the weights of tiny/."""
-    stale = config_of("lag 16", LEARNING_RATE)
+    stale = config_of("lag 16", RATE_OF_STALE)
     hot = config_of("T = 1.4", LEARNING_RATE)
     fp8 = config_of("fp8", LEARNING_RATE)
-    room = CONTEXT - stale.max_response_tokens
-    train = load_problems(stale, "train", engine.tokenizer, room)
-    verifier = task_of("tiny").verifier
     initial = build_policy(TINY, mesh)
     with tempfile.TemporaryDirectory() as scratch:
         # Up to step LAG + 1 all batches are sampled by the initial weights.
         train_for(LAG, stale, Path(scratch, "run"))
         trained = build_policy(f"{scratch}/run/model", mesh)
     return {
-        "stale": sample_and_score(engine, trained, stale, LAG + 1, train, verifier),
-        "hot": sample_and_score(engine, initial, hot, 1, train, verifier),
-        "fp8": sample_and_score(fp8_engine, initial, fp8, 1, train, verifier),
+        "stale": sample_and_score(engine, trained, stale, LAG + 1, train),
+        "hot": sample_and_score(engine, initial, hot, 1, train),
+        "fp8": sample_and_score(fp8_engine, initial, fp8, 1, train),
     }
 
 
@@ -216,12 +214,12 @@ def draw_answers(
 
 def main() -> None:
     mesh = init_distributed()
-    top_logprobs = Config().top_logprobs
-    engine = Engine(TINY, CONTEXT, top_logprobs=top_logprobs)
-    fp8_engine = Engine(
-        TINY, CONTEXT, quantization="fp8_per_channel", top_logprobs=top_logprobs
-    )
-    batches = sample_batches(engine, fp8_engine, mesh)
+    cfg = Config(model=TINY)
+    data = load_data(cfg)
+    options = {"top_logprobs": cfg.top_logprobs}
+    engine = Engine(TINY, data.longest, **options)
+    fp8_engine = Engine(TINY, data.longest, quantization="fp8_per_channel", **options)
+    batches = sample_batches(engine, fp8_engine, mesh, data.train)
     found = {title: summarize(batch) for title, batch in batches.items()}
     path = RESULTS / "mechanism.json"
     path.write_text(json.dumps(found, indent=1) + "\n")

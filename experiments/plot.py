@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from matplotlib import pyplot as plt
-from matplotlib.lines import Line2D
 
 from experiments.colors import color_of
 from experiments.mismatch import LEARNING_RATE, MAIN, OTHERS, score
@@ -50,7 +49,6 @@ class Panel(NamedTuple):
     """A part of scores.png: settings side by side, one kind of mismatch."""
 
     title: str
-    learning_rate: float
     label_of: dict[str, str]  # of each mismatch, on the axis
     ordered: bool = True  # from weak to strong, so that a line between them means more
 
@@ -58,7 +56,6 @@ class Panel(NamedTuple):
 PANELS = [
     Panel(
         "temperature of the rollouts",
-        LEARNING_RATE,
         {
             "T = 0.6": "0.6",
             "T = 0.8": "0.8",
@@ -70,17 +67,14 @@ PANELS = [
     ),
     Panel(
         "lag between sampling and use, steps",
-        LEARNING_RATE,
         {"on-policy": "0", "lag 1": "1", "lag 4": "4", "lag 16": "16"},
     ),
     Panel(
         "optimizer steps on a rollout batch",
-        LEARNING_RATE,
         {"on-policy": "1", "4 updates": "4", "16 updates": "16"},
     ),
     Panel(
         "other settings",
-        LEARNING_RATE,
         {
             "on-policy": "on-policy",
             "fp8": "fp8",
@@ -100,7 +94,7 @@ def draw_by_mismatch(
     metric is the one whose value before training is the dashed line.
     """
     figure, axes = plt.subplots(
-        2, 2, figsize=(11, 6.6), layout="constrained", sharey=True
+        2, 2, figsize=(11, 7.6), layout="constrained", sharey=True
     )
     for axis, panel in zip(axes.flat, PANELS, strict=True):
         draw_panel(axis, panel, runs, value_of)
@@ -115,15 +109,17 @@ def draw_by_mismatch(
         axis.set_ylabel(label)
     axes[0, 0].set_ylim(0, 1.02)
     handles = [
-        Line2D([], [], marker="o", color=color_of(objective), label=objective)
+        plt.Line2D([], [], color=color_of(objective), marker="o", label=objective)
         for objective in MAIN
     ]
-    handles.append(Line2D([], [], linestyle="--", color="0.6", label="before training"))
+    handles.append(
+        plt.Line2D([], [], color="0.6", linestyle="--", label="before training")
+    )
     figure.legend(
         handles=handles,
-        loc="outside right upper",
-        frameon=False,
-        title="a dot: one seed; a bar: the mean of the\nseeds and its 95% interval",
+        loc="outside lower center",
+        ncols=len(handles),
+        title="a dot: the run of a seed; a bar: the 95% interval of their mean",
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -139,7 +135,7 @@ def draw_panel(
         places = [place + shift for place in range(len(panel.label_of))]
         means = []
         for place, mismatch in zip(places, panel.label_of, strict=True):
-            setting = Setting(mismatch, panel.learning_rate)
+            setting = Setting(mismatch, LEARNING_RATE)
             of_objective = runs.get(setting, {}).get(objective, [])
             if not of_objective:
                 means.append(math.nan)  # a gap in the line

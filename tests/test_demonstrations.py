@@ -199,9 +199,9 @@ def test_the_mechanism_says_none_where_there_are_no_far_tokens(group):
 
 
 def test_the_mechanisms_batches_are_the_laboratorys():
-    stale = mechanism.config_of("lag 16", mechanism.LARGER)
+    stale = mechanism.config_of("lag 16", mechanism.RATE_OF_STALE)
     assert (stale.lag, stale.prompts_per_step) == (mechanism.LAG, 16)
-    assert stale.learning_rate == mechanism.LARGER
+    assert stale.learning_rate == mechanism.RATE_OF_STALE
     assert mechanism.config_of("T = 1.4", 2e-4).temperature == 1.4
     assert mechanism.config_of("fp8", 2e-4).rollout_quantization == "fp8_per_channel"
 
