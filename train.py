@@ -644,7 +644,11 @@ def main() -> None:
             evaluator.load_weights(full_weights(policy), version="evaluation")
         return heldout_accuracy(evaluator, cfg, data.heldout)
 
+    saved = done  # the step of the newest checkpoint
+
     def save(step: int) -> None:
+        nonlocal saved
+        saved = step
         save_checkpoint(
             out,
             step,
@@ -677,6 +681,7 @@ def main() -> None:
             rollouts = queue[0]
             expected = str(weights_that_sample(cfg, step))
             if rollouts.weight_version != expected:
+                saved = done  # A checkpoint would only bring this batch back.
                 raise Refused(
                     f"step {step}: the batch is of weights {rollouts.weight_version}, "
                     f"not of weights {expected}: was a sync left out?"
@@ -720,7 +725,7 @@ def main() -> None:
         # All ranks are here. The weights are those of step `done`, unless some of the
         # updates of the next step have been made.
         updates = done * cfg.passes * cfg.minibatches
-        if schedule.last_epoch == updates and done >= first_step:
+        if schedule.last_epoch == updates and done > saved:
             save(done)
         raise
     if rank == 0:
