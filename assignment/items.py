@@ -917,7 +917,7 @@ def quantities_of_ranks(draw: Draw) -> list[Question]:
 
 def extreme_quantities(draw: Draw) -> list[Question]:
     log_ratios, masks = random_log_ratios(draw, [[2, 3], [4]])
-    log_ratios[0][1][0, 0] = draw.uniform(350, 400)
+    log_ratios[0][1][0, 0] = draw.uniform(380, 400)
     log_ratios[1][0][0, 0] = log_ratios[0][1][0, 0] - 0.5
     idle_log_ratios, idle_masks = random_log_ratios(draw, [[2, 3], [], [2]])
     return [
