@@ -1,7 +1,7 @@
 """The assignment's grader: what each submission gets, and what it cannot do.
 
 The reference gets all points and the starter none. Each wrong loss of wrong_losses.py
-and each wrong loop of wrong_loops.py loses the items that it should and no others.
+and each wrong loop of wrong_batches.py loses the items that it should and no others.
 Hostile code gets no points, and leaves the grader and its files as they were.
 """
 
@@ -17,7 +17,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-import wrong_loops
+import wrong_batches
 import wrong_losses
 from conftest import ROOT
 
@@ -153,7 +153,7 @@ def source_of(
 ) -> str:
     """A file of the base class, the mistake and the functions that both make."""
     lines = ["from __future__ import annotations", "import torch"]
-    if module is wrong_loops:
+    if module is wrong_batches:
         lines.append("from toy import log_probabilities, toy_loss")
     else:
         lines += ["LARGEST_LOG_RATIO = 82.0", "SMALLEST_REST = 1e-6"]
@@ -177,7 +177,7 @@ def write_loss(folder: Path, mistake: type) -> None:
 
 def write_loop(folder: Path, mistake: type) -> None:
     functions = ["batch_quantities", "gradient_of_rank"]
-    source = source_of(wrong_loops, wrong_loops.Loop, mistake, functions)
+    source = source_of(wrong_batches, wrong_batches.Loop, mistake, functions)
     (folder / "batch.py").write_text(source)
     (folder / "toy.py").write_text((STARTER / "toy.py").read_text())
 
@@ -186,7 +186,7 @@ def test_the_classes_without_a_mistake_lose_nothing(
     runner: grade.Runner, tmp_path: Path
 ) -> None:
     write_loss(tmp_path, wrong_losses.P3O)
-    write_loop(tmp_path, wrong_loops.Loop)
+    write_loop(tmp_path, wrong_batches.Loop)
     assert lost_of_file(runner, tmp_path, "loss.py") == set()
     assert lost_of_file(runner, tmp_path, "batch.py") == set()
 
@@ -199,11 +199,11 @@ def test_a_wrong_loss_loses_the_items_that_it_should_and_no_others(
     assert lost_of_file(runner, tmp_path, "loss.py") == LOST[mistake]
 
 
-@pytest.mark.parametrize("mistake", wrong_loops.MISTAKES)
+@pytest.mark.parametrize("mistake", wrong_batches.MISTAKES)
 def test_a_wrong_loop_loses_the_items_that_it_should_and_no_others(
     runner: grade.Runner, tmp_path: Path, mistake: str
 ) -> None:
-    version, lost = wrong_loops.MISTAKES[mistake]
+    version, lost = wrong_batches.MISTAKES[mistake]
     write_loop(tmp_path, version)
     assert lost_of_file(runner, tmp_path, "batch.py") == lost
 
