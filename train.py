@@ -528,6 +528,22 @@ def build_engines(cfg: Config, longest: int) -> tuple[Engine, Engine]:
     return engine, Engine(cfg.model, longest, **options)
 
 
+def build_optimizer(
+    policy: Policy, cfg: Config
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, and a learning rate that is constant after a linear warm-up."""
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        cfg.learning_rate,
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda updates: min(1.0, (updates + 1) / max(1, cfg.warmup_steps))
+    )
+    return optimizer, schedule
+
+
 def heldout_accuracy(
     evaluator: Engine, cfg: Config, heldout: Split
 ) -> dict[str, float]:
@@ -609,15 +625,7 @@ def main() -> None:
         temperature=cfg.policy_temperature,
         gradient_checkpointing=cfg.gradient_checkpointing,
     )
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        cfg.learning_rate,
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda updates: min(1.0, (updates + 1) / max(1, cfg.warmup_steps))
-    )
+    optimizer, schedule = build_optimizer(policy, cfg)
     queue: deque[Rollouts] = deque()  # sampled and rewarded, not yet learned from
     done = 0  # steps
     if cfg.resume:

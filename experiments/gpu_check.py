@@ -1,15 +1,17 @@
-"""What engine and trainer do on this machine's GPUs: mismatch, memory, speed; fp8 beside bf16.
+"""What engine and trainer do on this machine's GPUs: mismatch, memory and speed.
 
     make gpu-check
-    torchrun --standalone experiments/gpu_check.py --model Qwen/Qwen2.5-1.5B-Instruct \
-        --prompts 64 --max_response_tokens 256 --kv_cache_gb 8 --out runs/gpu-check.json
-    torchrun --nproc-per-node 8 experiments/gpu_check.py --config recipes/gsm8k-8gpu.yaml
+    torchrun --standalone experiments/gpu_check.py --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --prompts_per_step 64 --max_response_tokens 256 --kv_cache_gb 8
+    torchrun --nproc-per-node 8 experiments/gpu_check.py \\
+        --config recipes/gsm8k-8gpu.yaml
 
-Two steps of train.py's loop, of one update each, with any flags of train.py and made-up rewards:
-the policy only has to change. The first step compiles, so the speed is that of the second.
+It runs two steps of train.py's loop, of one update each, with any flags of train.py and
+made-up rewards: the policy only has to change. The first step compiles, so the speed is
+that of the second. By default it does so with an engine in rollout_dtype and with one
+in fp8, each in processes of its own: on CUDA only one engine that sleeps fits in each.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -19,220 +21,342 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if "--verbose" not in sys.argv:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
+# torch reads it when it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import torch.distributed as dist
 
-from config import Config, Refused, check_config, load_model_files, load_prompts, parse_config
-from eval import noise_seeds
-from loss import group_advantage
-from memory import GB
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.memory import GB
+from loss import OBJECTIVES, Objective, group_advantage
 from policy import build_policy, full_weights
-from rollout import QUANTIZATIONS, Engine, Rollouts, init_distributed
-from train import accumulate_gradient, check_on_policy, problems_of_step
+from rollout import Engine, Rollouts, init_distributed
+from support.checks import check_on_policy, check_run
+from support.flags import OneRankFailed, Refused, find_objective, parse_flags
+from train import Config, Data, accumulate_gradient, load_data, sample_step
 
 CUDA = torch.cuda.is_available()
-# Dense bf16 TFLOP/s by data sheet. Whole names: an H100 PCIe is slower, and an H20 is no H200.
-PEAK = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989, "NVIDIA A100 80GB PCIe": 312}
-PEAK |= {f"NVIDIA A100-{kind}GB": 312 for kind in ("SXM4-40", "SXM4-80", "PCIE-40")}
-CAPTIONS = {
-    "mismatch": "log pi_theta - log pi_b: its e_B, mean ratio, mean and largest size, in nats.",
-    "speed": """Tokens: sampled in a rollout, all in an update. FLOPs of a pass: 2 x (weights of the
-layers x tokens + weights of the head x response tokens) + 4 x layers x heads x head size x pairs of
-tokens of which one attends to the other. Passes: 1 in a rollout (prompts once a group), 3 in an
-update (what is computed again does not count). Each is one reading, the second: the update is the
-same for all engines: how far its "times unquantized" is from 1 tells the noise in a rollout's.""",
-    "phases": """GB of 2^30 bytes after a phase, of the rank with the most. used: of the device, by
-all programs; as torch keeps what it frees, about the peak of a rollout or update. allocated: by
-torch, then and at most; it counts an engine that sleeps, whose memory is free.""",
+# Dense bf16 TFLOP/s by data sheet. The names are whole: an H100 PCIe is slower than an
+# H100 SXM, and an H20 is no H200.
+PEAK_TFLOPS = {
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
 }
+CAPTIONS = {
+    "mismatch": "log pi_theta - log pi_b of a batch: its e_B, its mean ratio, without "
+    "the outer 2% of the tokens too, and its mean and largest size in nats.",
+    "speed": """Tokens are those sampled in a rollout, and all in an update. The FLOPs
+of a pass are 2 x (weights of the layers x tokens + weights of the head x response
+tokens) + 4 x layers x heads x head size x pairs of tokens of which one attends to the
+other. A rollout has one pass, with each prompt once a group. An update has three; what
+it computes again does not count. Each speed is one reading, that of the second step.
+The update is the same for all engines: how far its "times unquantized" is from 1 tells
+the noise in that of the rollout.""",
+    "phases": """GB of 2^30 bytes after a phase, of the rank with the most. "used" is
+the device's, by all programs: as torch keeps what it frees, it is about the peak of a
+rollout or update. "allocated" is torch's, then and at most. It counts an engine that
+sleeps, whose memory is free.""",
+}
+MISMATCH = (
+    "ess",
+    "ess_central",
+    "ratio",
+    "ratio_central",
+    "mismatch_mean",
+    "mismatch_max",
+)
+
+Row = dict[str, float]
 
 
-def work(model: torch.nn.Module, rollouts: Rollouts, group_size: int) -> list[list[float]]:
-    """[tokens, FLOPs] of the rollout and of the update, as the caption says."""
+class CheckConfig(Config):
+    """A check of this machine: a run of train.py, of two steps."""
+
+    engines: list[Literal["none", "fp8_per_channel"]] = ["none", "fp8_per_channel"]
+    """the values of rollout_quantization to check, one after the other"""
+    out: str = ""
+    """write the numbers to this JSON file too"""
+
+
+@dataclass
+class Work:
+    """What was done in a phase, by one rank or by all of them."""
+
+    tokens: int
+    flops: float
+
+
+def work_of_step(
+    model: torch.nn.Module, rollouts: Rollouts, group_size: int
+) -> tuple[Work, Work]:
+    """The work of the rollout and of the update, as CAPTIONS["speed"] counts it."""
     layers = model.base_model.layers
-    linear = sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
+    linear = 0
+    for module in layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            linear += module.weight.numel()
     width = len(layers) * layers[0].self_attn.q_proj.out_features
+    head = model.get_output_embeddings().weight.numel()
 
-    def flops(length: torch.Tensor) -> float:  # of the layers, on sequences of these lengths
-        return float((2 * linear * length + 4 * width * length.double() ** 2 / 2).sum())
+    def flops_of_layers(length: torch.Tensor) -> float:
+        """Of one pass over sequences of these lengths, [N]."""
+        pairs = length.double().square() / 2
+        return float((2 * linear * length + 4 * width * pairs).sum())
 
-    prompt, response = rollouts.prompt_length, rollouts.mask.sum(1)  # [N] each
-    whole, sampled = prompt + response, int(response.sum())
-    once = flops(whole) + 2 * sampled * model.get_output_embeddings().weight.numel()
-    again = flops(prompt) - flops(prompt[::group_size])  # the prompt, but once a group
-    return [[sampled, once - again], [int(whole.sum()), 3 * once]]
+    prompt = rollouts.prompt_length  # [N]
+    response = rollouts.mask.sum(dim=1)  # [N]
+    sampled = int(response.sum())
+    one_pass = flops_of_layers(prompt + response) + 2 * head * sampled
+    # The engine computes a prompt once for its group.
+    repeated = flops_of_layers(prompt) - flops_of_layers(prompt[::group_size])
+    rollout = Work(tokens=sampled, flops=one_pass - repeated)
+    update = Work(tokens=int((prompt + response).sum()), flops=3 * one_pass)
+    return rollout, update
 
 
-def speeds(done: list, phases: dict, ranks: int, device: str) -> dict[str, dict[str, float]]:
-    """Rates of the second rollout and update, given the `work` of all ranks in them."""
-    speed = {}
-    for name, (tokens, flops) in zip(("rollout", "update"), done, strict=True):
-        seconds = phases[f"{name} 2"]["seconds"]
-        reached = flops / seconds / ranks / 1e12
-        speed[name] = {"tokens": tokens, "tokens/s": tokens / seconds, "TFLOP/s a device": reached}
-        speed[name] |= {"% of peak": 100 * reached / PEAK[device]} if device in PEAK else {}
+def speed_of(work: Work, seconds: float, ranks: int, device: str) -> Row:
+    """Rates of the `work` that all ranks did in so many seconds."""
+    reached = work.flops / seconds / ranks / 1e12
+    speed = {
+        "tokens": work.tokens,
+        "tokens/s": work.tokens / seconds,
+        "TFLOP/s a device": reached,
+    }
+    if device in PEAK_TFLOPS:
+        speed["% of peak"] = 100 * reached / PEAK_TFLOPS[device]
     return speed
 
 
 @contextmanager
-def phase(phases: dict[str, dict[str, float]], name: str) -> Iterator[None]:
-    """Time what runs inside, and read the memory after it; of all ranks, the largest numbers."""
+def phase(phases: dict[str, Row], name: str) -> Iterator[None]:
+    """Time a with-block, read the memory after it; the largest numbers of all ranks."""
     if CUDA:
-        torch.cuda.synchronize()  # a kernel runs on after the call that launched it has returned
+        # A kernel runs on after the call that launched it has returned.
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     yield
     if CUDA:
         torch.cuda.synchronize()
-    row = {"seconds": time.perf_counter() - start}
-    if CUDA:
-        free, total = torch.cuda.mem_get_info()
-        row |= {"used": (total - free) / GB, "allocated": torch.cuda.memory_allocated() / GB}
-        row |= {"allocated at most": torch.cuda.max_memory_allocated() / GB}
-    else:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        row |= {"RSS": pages * resource.getpagesize() / GB}
-        row |= {"RSS at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB}
+    row = {"seconds": time.perf_counter() - start, **memory_now()}
     most = torch.tensor(list(row.values()), dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     phases[name] = dict(zip(row, most.tolist(), strict=True))
 
 
-def check(cfg: Config, prompts: list[list[int]]) -> dict:
+def memory_now() -> Row:
+    """The memory of this rank, in GB of 2^30 bytes."""
+    if CUDA:
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "used": (total - free) / GB,
+            "allocated": torch.cuda.memory_allocated() / GB,
+            "allocated at most": torch.cuda.max_memory_allocated() / GB,
+        }
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    kilobytes_at_most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "RSS": pages * resource.getpagesize() / GB,
+        "RSS at most": kilobytes_at_most * 1024 / GB,
+    }
+
+
+def check_engine(cfg: CheckConfig, data: Data, objective: Objective) -> dict[str, Any]:
     """Two steps of the loop with the engine of cfg, by all ranks together."""
-    mesh, phases, stats = init_distributed(), {}, {}
-    rank, world = dist.get_rank(), dist.get_world_size()
-    options = dict(dtype=cfg.rollout_dtype, kv_cache_gb=cfg.kv_cache_gb, verbose=cfg.verbose)
-    options |= dict(quantization=cfg.rollout_quantization, max_num_seqs=cfg.max_num_seqs)
-    options |= dict(tp=cfg.rollout_tp)
+    mesh = init_distributed()
+    world = dist.get_world_size()
+    phases: dict[str, Row] = {}
+    mismatch: dict[str, Row] = {}
     with phase(phases, "engine loaded"):
-        longest = max(map(len, prompts)) + cfg.max_response_tokens
-        engine = Engine(cfg.model, longest, can_sleep=True, **options)
+        engine = Engine(
+            cfg.model,
+            data.longest,
+            tp=cfg.rollout_tp,
+            quantization=cfg.rollout_quantization,
+            dtype=cfg.rollout_dtype,
+            top_logprobs=cfg.top_logprobs,
+            kv_cache_gb=cfg.kv_cache_gb,
+            max_num_seqs=cfg.max_num_seqs,
+            can_sleep=True,
+            verbose=cfg.verbose,
+        )
     with phase(phases, "engine asleep"):
         engine.sleep()
     with phase(phases, "policy built"):
-        policy = build_policy(cfg, mesh)
-    # AdamW's first step moves every weight by the learning rate, and so an output of a layer by up
-    # to its width times that: divided by the width it changes any policy, and breaks none.
-    rate = 0.02 / policy.model.config.hidden_size
-    optimizer = torch.optim.AdamW(policy.parameters(), rate, weight_decay=0.0)
+        policy = build_policy(
+            cfg.model,
+            mesh,
+            dtype=cfg.dtype,
+            temperature=cfg.policy_temperature,
+            gradient_checkpointing=cfg.gradient_checkpointing,
+        )
+    # AdamW's first step moves every weight by the learning rate, and so an output of a
+    # layer by up to its width times that. Divided by the width the rate changes any
+    # policy, and breaks none.
+    learning_rate = 0.02 / policy.model.config.hidden_size
+    optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, weight_decay=0.0)
     with phase(phases, "sync 0"):
         engine.load_weights(full_weights(policy), version="0")
-    sampling = dict(max_tokens=cfg.max_response_tokens, temperature=cfg.temperature)
-    sampling |= dict(top_p=cfg.top_p, top_k=cfg.top_k)
-    for step in 1, 2:
-        mine = [prompts[i] for i in problems_of_step(cfg, step, len(prompts))[rank::world]]
-        first, count = step * cfg.prompts_per_step, cfg.prompts_per_step
-        seeds = noise_seeds(cfg.seed, first, count, cfg.group_size)[rank::world]
+
+    def gradient(rollouts: Rollouts, step: int) -> Row:
+        rows = list(range(len(rollouts.text)))
+        stats = accumulate_gradient(policy, rollouts, rows, objective, cfg, step)
+        return {name: stats[name] for name in MISMATCH}
+
+    for step, when in ((1, "as loaded"), (2, "after sync 1")):
         with phase(phases, f"rollout {step}"):
-            rollouts = engine.sample(mine, cfg.group_size, seeds, **sampling)
+            rollouts = sample_step(engine, cfg, step, data.train.prompts)
         engine.sleep()
-        rewards = torch.arange(len(rollouts.text)).float().view(-1, cfg.group_size)
-        rollouts.advantage = group_advantage(rewards, cfg.scale_advantage).flatten()
-        batch = policy, rollouts, list(range(len(rollouts.text))), cfg
+        # Made up: the responses of a group have different rewards.
+        reward = torch.arange(len(rollouts.text)).float().view(-1, cfg.group_size)
+        rollouts.advantage = group_advantage(reward, cfg.scale_advantage).flatten()
         with phase(phases, f"update {step}"):
-            stats["as loaded" if step == 1 else "after sync 1"] = accumulate_gradient(*batch)
+            mismatch[when] = gradient(rollouts, step)
             torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        if step == 1:  # the changed policy on what the old weights sampled: the scale of the rest
-            stats["without sync 1"] = accumulate_gradient(*batch)
+        if step == 1:
+            # The changed policy on what the old weights sampled: what a sync that does
+            # nothing would look like.
+            mismatch["without sync 1"] = gradient(rollouts, step)
             optimizer.zero_grad()
-        with phase(phases, f"sync {step}"):  # after the last step too: vLLM is not closed asleep
+        # After the last step too: vLLM does not close an engine that sleeps.
+        with phase(phases, f"sync {step}"):
             engine.load_weights(full_weights(policy), version=str(step))
-    done = torch.tensor(work(policy.model, rollouts, cfg.group_size), dtype=torch.float64)
-    dist.all_reduce(done)
+
     device = torch.cuda.get_device_name() if CUDA else "CPU"
+    speed = {}
+    works = work_of_step(policy.model, rollouts, cfg.group_size)
+    for name, work in zip(("rollout", "update"), works, strict=True):
+        everyone: list = [None] * world
+        dist.all_gather_object(everyone, work)
+        of_all = Work(
+            tokens=sum(of_rank.tokens for of_rank in everyone),
+            flops=sum(of_rank.flops for of_rank in everyone),
+        )
+        seconds = phases[f"{name} 2"]["seconds"]
+        speed[name] = speed_of(of_all, seconds, world, device)
     engine.close()
-    kept = "ess", "ratio", "mismatch_mean", "mismatch_max"
-    mismatch = {when: {name: found[name] for name in kept} for when, found in stats.items()}
-    speed = speeds(done.tolist(), phases, world, device)
-    found = dict(mismatch=mismatch, speed=speed, phases=phases)
-    return dict(device=device, ranks=world, engines={cfg.rollout_quantization: found})
+    return {
+        "device": device,
+        "ranks": world,
+        "engines": {
+            cfg.rollout_quantization: {
+                "mismatch": mismatch,
+                "speed": speed,
+                "phases": phases,
+            }
+        },
+    }
 
 
-def report(results: dict) -> str:
-    """Markdown tables of what `check` found."""
-    device, engines, config = results["device"], results["engines"], results["config"]
-    peak = f"{PEAK[device]} TFLOP/s in dense bf16" if device in PEAK else "unknown"
+def check_in_other_processes(cfg: CheckConfig) -> dict[str, Any]:
+    """The results of `check_engine`, for each engine that came to an end."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    results: dict[str, Any] = {"engines": {}}
+    for engine in cfg.engines:
+        with tempfile.NamedTemporaryFile() as file:
+            # The same flags, of which the last two replace those that were given.
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", ranks, *sys.argv),
+                *("--engines", engine, "--out", file.name),
+            ]
+            subprocess.run(command, stdout=subprocess.DEVNULL)
+            text = Path(file.name).read_text()
+        if text:
+            found = json.loads(text)
+            results["device"] = found["device"]
+            results["ranks"] = found["ranks"]
+            results["engines"] |= found["engines"]
+    return results
+
+
+def compare_with_unquantized(engines: dict[str, Any]) -> None:
+    """Add to each speed how many times that of the unquantized engine it is."""
+    if "none" not in engines:
+        return
+    unquantized = {
+        name: row["tokens/s"] for name, row in engines["none"]["speed"].items()
+    }
+    for found in engines.values():
+        for name, row in found["speed"].items():
+            row["times unquantized"] = row["tokens/s"] / unquantized[name]
+
+
+def report(results: dict[str, Any]) -> str:
+    """Markdown tables of what `check_engine` found."""
+    device = results["device"]
+    engines = results["engines"]
+    config = results["config"]
+    peak = "unknown"
+    if device in PEAK_TFLOPS:
+        peak = f"{PEAK_TFLOPS[device]} TFLOP/s in dense bf16"
     lines = [f"{config['model']} on {results['ranks']} x {device}, its peak {peak}."]
     for section, caption in CAPTIONS.items():
-        columns = list(next(iter(next(iter(engines.values()))[section].values())))
+        tables = {engine: found[section] for engine, found in engines.items()}
+        first_table = next(iter(tables.values()))
+        columns = list(next(iter(first_table.values())))
         lines += ["", caption, "", f"| {section} | {' | '.join(columns)} |"]
         lines.append("|---" * (1 + len(columns)) + "|")
-        for engine, found in engines.items():
-            label = engine.replace("none", config["rollout_dtype"])
-            for name, row in found[section].items():
+        for engine, rows in tables.items():
+            label = config["rollout_dtype"] if engine == "none" else engine
+            for name, row in rows.items():
                 cells = " | ".join(f"{value:.5g}" for value in row.values())
                 lines.append(f"| {label}: {name} | {cells} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Check each engine in processes of its own: on CUDA one engine that sleeps fits in each."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    both = ["none", "fp8_per_channel"]
-    parser.add_argument("--engines", nargs="+", default=both, choices=QUANTIZATIONS)
-    parser.add_argument("--prompts", help="prompts_per_step of train.py, whose flags are all taken")
-    parser.add_argument("--out", type=Path, help="write the numbers to this JSON file too")
-    args, flags = parser.parse_known_args()
-    first = os.environ.get("RANK", "0") == "0"
-    if first and not CUDA:
-        print("The device is a CPU: this run checks nothing of CUDA.\n", flush=True)
-    cfg = parse_config(flags + ([f"--prompts_per_step={args.prompts}"] if args.prompts else []))
-    cfg.rollout_quantization = args.engines[0]
-    check_config(cfg)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        tokenizer, context = load_model_files(cfg.model, cfg.rollout_tp)
-        room = min(cfg.max_prompt_tokens or context, context - cfg.max_response_tokens)
-        drop = cfg.max_prompt_tokens > 0
-        prompts = load_prompts(cfg.task, "train", tokenizer, room, drop).prompts
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    results: dict = {"engines": {}}
-    if len(args.engines) == 1:
-        results = check(cfg, prompts)
-    elif first:  # starts all ranks anew: the other ones that torchrun started have nothing to do
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *sys.argv]
-        for engine in args.engines:
-            with tempfile.NamedTemporaryFile() as file:
-                flags = [f"--engines={engine}", f"--out={file.name}"]
-                subprocess.run([*command, *flags], stdout=subprocess.DEVNULL)
-                found = json.load(file) if os.path.getsize(file.name) else {"engines": {}}
-            results |= found | {"engines": results["engines"] | found["engines"]}
-    if not first:
+    """Check each engine; refuse one that should agree with the trainer and does not."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    cfg = parse_flags(CheckConfig)
+    if is_first and not CUDA:
+        print("The device is a CPU: this checks nothing of CUDA.\n", flush=True)
+    check_run(cfg)
+    objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
+    data = load_data(cfg)
+    if cfg.out:
+        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    if len(cfg.engines) == 1:
+        cfg.rollout_quantization = cfg.engines[0]
+        results = check_engine(cfg, data, objective)
+    elif is_first:
+        # It starts all ranks anew. The others that torchrun started have nothing to do.
+        results = check_in_other_processes(cfg)
+    if not is_first:
         return
     engines = results["engines"]
-    if "none" in engines:
-        unquantized = engines["none"]["speed"]
-        for found in engines.values():
-            for name, row in found["speed"].items():
-                row["times unquantized"] = row["tokens/s"] / unquantized[name]["tokens/s"]
-    results["config"] = asdict(cfg)
+    compare_with_unquantized(engines)
+    results["config"] = cfg.model_dump()
     if engines:
         print(report(results))
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
-    if failed := [engine for engine in args.engines if engine not in engines]:
+    if cfg.out:
+        Path(cfg.out).write_text(json.dumps(results, indent=1) + "\n")
+    failed = [engine for engine in cfg.engines if engine not in engines]
+    if failed:
         raise Refused(f"no result of {', '.join(failed)}: its error is above")
     if "none" in engines:
-        for when in "as loaded", "after sync 1":
-            check_on_policy(cfg, engines["none"]["mismatch"][when])
+        unquantized = cfg.model_copy(update={"rollout_quantization": "none"})
+        for step, when in ((1, "as loaded"), (2, "after sync 1")):
+            stats = engines["none"]["mismatch"][when]
+            check_on_policy(unquantized, stats, step, first=True)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, FloatingPointError) as error:
-        if os.environ.get("RANK", "0") == "0":
+    except (Refused, FloatingPointError, OneRankFailed) as error:
+        rank = int(os.environ.get("RANK", 0))
+        # All ranks refuse alike; only what one rank alone found out is its own to say.
+        if rank == 0 or isinstance(error, OneRankFailed):
             print(f"gpu_check.py: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -1,153 +1,247 @@
-"""What each objective does with a stale batch and with an fp8 batch: the ratios and the weights.
+"""What the objectives do with the tokens of one stale, one hot and one fp8 batch.
 
-    python experiments/mechanism.py    # experiments/results/mechanism.{png,json}: four minutes
+    python experiments/mechanism.py    # experiments/results/mechanism.{json,png}
 
-The stale batch is one of the laboratory's "lag 16, learning rate 0.0005" under P3O: sampled by the
-weights of step SAMPLED, scored by those of step SCORED. The fp8 batch: sampled by vLLM with
-fp8_per_channel from tiny/, scored by the policy in float32. For each: the distribution of rho, the
-cap e_B and the tokens above it; by objective, what the tokens below and above the cap weigh on
-average, the largest weight, how many have none at all; and e_B in micro-batches of 600 tokens.
+The batches are the laboratory's own (experiments/mismatch.py):
+    stale    "lag 16" at RATE_OF_STALE, step 17: tiny/ sampled it, and the policy that
+             scores it has had 16 updates of P3O
+    hot      "T = 1.4", step 1: tiny/ samples at 1.4 and scores at 1
+    fp8      "fp8", step 1: vLLM samples tiny/ rounded to fp8, tiny/ scores
+
+The figure has their ratios, with the cap e_B, and three questions to each objective:
+what it makes of tokens that the policy has made much rarer than pi_b, of those that it
+has made much likelier, and how many tokens it drops. The json has besides them the
+largest weights, the KL, and e_B in micro-batches of MICRO_BATCH_TOKENS, on which an
+objective must not depend.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# torch reads it when it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import numpy as np
-import torch
-import transformers
 from matplotlib import pyplot as plt
 from torch import Tensor
+from torch.distributed import DeviceMesh
 
-from config import load_model_files, load_prompts
-from experiments.mismatch import LARGER, flags_of
-from loss import OBJECTIVES, effective_sample_size, group_advantage
-from policy import Policy
-from reward import score
-from rollout import Engine, Rollouts, init_distributed
-from train import micro_batches
+from experiments.mismatch import LEARNING_RATE, ROOT, Cell, flags_of
+from experiments.token_weights import (
+    COMPARED,
+    ScoredBatch,
+    sample_and_score,
+    token_weights,
+)
+from loss import effective_sample_size
+from policy import build_policy
+from rollout import Engine, init_distributed
+from support.flags import parse_flags
+from support.prompts import Split
+from train import Config, load_data, micro_batches
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "experiments/results"
-BELOW, ABOVE = "mean |w|, rho at most e_B", "mean |w|, rho above e_B"
-DROPPED = "share of tokens with A but no weight"
-SAMPLED, SCORED, PROMPTS, GROUP = 33, 49, 64, 8
+RESULTS = ROOT / "experiments" / "results"
+TINY = str(ROOT / "tiny")
+LAG = 16  # steps, of the stale batch
+# Larger than the laboratory's, so that 16 updates move the policy visibly.
+RATE_OF_STALE = 5e-4
+MICRO_BATCH_TOKENS = 600
 
+# Beyond these a ratio is far from 1: about what a clip range of 0.2 takes for far.
+RARER, LIKELIER = 0.8, 1.25
 
-def weights(name: str, log_ratio: Tensor, rollouts: Rollouts) -> Tensor:
-    """The weight on grad log pi of every response token [M], times the number of tokens."""
-    logp = (rollouts.logp_behavior + log_ratio).requires_grad_()  # [N, T]
-    batch = rollouts.logp_behavior, rollouts.advantage, rollouts.mask
-    loss, _ = OBJECTIVES[name](logp, *batch)
-    (gradient,) = torch.autograd.grad(loss, logp)
-    return -gradient[rollouts.mask] * rollouts.mask.sum()
-
-
-def trained(steps: int) -> transformers.PreTrainedModel:
-    """The policy of the laboratory's P3O run, lag 16 with the larger learning rate, at a step."""
-    flags = [*flags_of(("lag 16", "p3o", LARGER, 0), {}), "--eval_every=0", f"--steps={steps}"]
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, *flags, f"--out_dir={out}/run"]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return transformers.AutoModelForCausalLM.from_pretrained(f"{out}/run/model")
-
-
-def measure(
-    policy: Policy, engine: Engine, problems: list, prompts: list
-) -> tuple[Rollouts, Tensor]:
-    """A batch of 64 prompts with its advantages, and its log rho [N, T]."""
-    seeds = [GROUP * i for i in range(PROMPTS)]
-    rollouts = engine.sample(prompts, GROUP, seeds, max_tokens=64)
-    answers = [p["answer"] for p in problems for _ in range(GROUP)]
-    reward = torch.tensor(score(rollouts.text, answers, "exact"))
-    rollouts.advantage = group_advantage(reward.view(-1, GROUP)).flatten()
-    with torch.no_grad():
-        return rollouts, (policy(rollouts) - rollouts.logp_behavior) * rollouts.mask
+OF_RARER = f"|w| / |A| where rho < {RARER}"
+OF_LIKELIER = f"|w| / |A| where rho > {LIKELIER}"
+DROPPED = "share without weight"
+LARGEST = "largest |w|"
+COLORS = {"stale": "#5E3C99", "hot": "#E66101", "fp8": "#999999"}
 
 
-def summary(rollouts: Rollouts, log_ratio: Tensor) -> dict:
-    """What mechanism.json tells of a batch."""
-    mask = rollouts.mask
-    ess, ratio = effective_sample_size(log_ratio, mask).item(), log_ratio[mask].exp()  # [M]
-    moved = (rollouts.advantage[:, None] * mask)[mask] != 0  # [M]
-    parts = micro_batches(rollouts, list(range(len(mask))), 600)
-    small = sorted(effective_sample_size(log_ratio[p], mask[p]).item() for p in parts)
-    told = {
+def config_of(mismatch: str, learning_rate: float) -> Config:
+    """The configuration of P3O's first run in a setting of the laboratory."""
+    cell = Cell(mismatch, learning_rate, "p3o", seed=0)
+    script, *flags = flags_of(cell, done={}, folder=RESULTS)
+    return parse_flags(Config, flags)
+
+
+def train_for(steps: int, cfg: Config, out: Path) -> None:
+    """Run train.py for so many steps of this configuration."""
+    settings = cfg.model_copy(
+        update={"steps": steps, "eval_every": 0, "eval_problems": 1}
+    )
+    changed = settings.model_dump(exclude_defaults=True)
+    flags = [f"--{name}={value}" for name, value in changed.items()]
+    command = [sys.executable, "train.py", *flags, f"--out_dir={out}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def sample_batches(
+    engine: Engine, fp8_engine: Engine, mesh: DeviceMesh, train: Split
+) -> dict[str, ScoredBatch]:
+    """The three batches, from engines that have the weights of tiny/."""
+    stale = config_of("lag 16", RATE_OF_STALE)
+    hot = config_of("T = 1.4", LEARNING_RATE)
+    fp8 = config_of("fp8", LEARNING_RATE)
+    initial = build_policy(TINY, mesh)
+    with tempfile.TemporaryDirectory() as scratch:
+        # Up to step LAG + 1 all batches are sampled by the initial weights.
+        train_for(LAG, stale, Path(scratch, "run"))
+        trained = build_policy(f"{scratch}/run/model", mesh)
+    return {
+        "stale": sample_and_score(engine, trained, stale, LAG + 1, train),
+        "hot": sample_and_score(engine, initial, hot, 1, train),
+        "fp8": sample_and_score(fp8_engine, initial, fp8, 1, train),
+    }
+
+
+def summarize(batch: ScoredBatch) -> dict[str, Any]:
+    """What mechanism.json says of a batch."""
+    mask = batch.rollouts.mask
+    ess = effective_sample_size(batch.log_ratio, mask).item()
+    ratio = batch.log_ratio[mask].exp()  # [|B|]
+    rows = list(range(len(mask)))
+    ess_of_micro_batches = [
+        effective_sample_size(batch.log_ratio[micro], mask[micro]).item()
+        for micro in micro_batches(batch.rollouts, rows, MICRO_BATCH_TOKENS)
+    ]
+    return {
         "e_B": ess,
         "tokens": len(ratio),
-        "above the cap": (ratio > ess).float().mean().item(),
-        "e_B of its micro-batches: least, median, most": [small[0], median(small), small[-1]],
-        "smallest and largest rho": [ratio.min().item(), ratio.max().item()],
-        "objectives": {},
+        "share above the cap": (ratio > ess).float().mean().item(),
+        f"tokens with rho < {RARER}": int((ratio < RARER).sum()),
+        f"tokens with rho > {LIKELIER}": int((ratio > LIKELIER).sum()),
+        "smallest rho": ratio.min().item(),
+        "largest rho": ratio.max().item(),
+        "KL, nats a token": batch.kl[mask].mean().item(),
+        "e_B of micro-batches": {
+            "least": min(ess_of_micro_batches),
+            "median": median(ess_of_micro_batches),
+            "most": max(ess_of_micro_batches),
+        },
+        "objectives": {
+            name: summarize_weights(weights_in(batch, name), batch) for name in COMPARED
+        },
     }
-    for name in OBJECTIVES:
-        weight = weights(name, log_ratio, rollouts).abs()  # [M]
-        told["objectives"][name] = {
-            BELOW: weight[ratio <= ess].mean().item(),
-            ABOVE: weight[ratio > ess].mean().item(),
-            DROPPED: ((weight == 0) & moved).float().mean().item(),
-            "max |w|": weight.max().item(),
-        }
-    return told
+
+
+def weights_in(batch: ScoredBatch, name: str) -> Tensor:
+    """w_t of an objective, [N, T]."""
+    return token_weights(
+        COMPARED[name],
+        batch.log_ratio,
+        batch.rollouts.logp_behavior,
+        batch.rollouts.advantage,
+        batch.rollouts.mask,
+    )
+
+
+def summarize_weights(weights: Tensor, batch: ScoredBatch) -> dict[str, float | None]:
+    """What an objective does with a batch, from its weights [N, T].
+
+    Of the tokens whose advantage is not 0. None where there are no tokens to ask about.
+    """
+    mask = batch.rollouts.mask
+    advantage = batch.rollouts.advantage[:, None].expand_as(mask)
+    judged = mask & (advantage != 0)
+    size = weights[judged].abs()  # [M]
+    relative = size / advantage[judged].abs()  # [M]
+    ratio = batch.log_ratio[judged].exp()  # [M]
+    return {
+        OF_RARER: mean_of(relative[ratio < RARER]),
+        OF_LIKELIER: mean_of(relative[ratio > LIKELIER]),
+        DROPPED: (size == 0).float().mean().item(),
+        LARGEST: size.max().item(),
+    }
+
+
+def mean_of(values: Tensor) -> float | None:
+    """The mean, or None of no values: NaN is no JSON."""
+    return values.mean().item() if len(values) > 0 else None
+
+
+def draw(
+    batches: dict[str, ScoredBatch], found: dict[str, dict[str, Any]], path: Path
+) -> None:
+    """The ratios of the batches above, the three questions below."""
+    figure, axes = plt.subplots(2, 3, figsize=(11, 7.5), layout="constrained")
+    for axis, (kind, batch) in zip(axes[0], batches.items(), strict=True):
+        draw_ratios(axis, kind, batch, found[kind]["e_B"])
+    axes[0, 0].set_ylabel("tokens")
+    for axis, question in zip(axes[1], (OF_RARER, OF_LIKELIER, DROPPED), strict=True):
+        draw_answers(axis, question, found)
+    for axis in axes[1, 1:]:
+        axis.set_yticklabels([])
+    axes[1, 2].legend(loc="lower right", title="batch")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_ratios(axis: plt.Axes, kind: str, batch: ScoredBatch, ess: float) -> None:
+    """A histogram of rho, with the cap. All batches have the same bins."""
+    ratio = batch.log_ratio[batch.rollouts.mask].exp().numpy()
+    bins = np.geomspace(1e-4, 10, 76)
+    axis.hist(ratio.clip(1e-4, 10), bins=bins, color=COLORS[kind])
+    axis.axvline(ess, color="black", linewidth=1, label=f"cap $e_B$ = {ess:.4f}")
+    axis.set(xscale="log", yscale="log", ylim=(0.7, 1e4), title=kind)
+    axis.set_xlabel(r"ratio $\rho = \pi_\theta / \pi_b$")
+    axis.legend(loc="upper left")
+
+
+def draw_answers(
+    axis: plt.Axes, question: str, found: dict[str, dict[str, Any]]
+) -> None:
+    """A bar an objective and batch. No bar: no such tokens."""
+    for number, (kind, summary) in enumerate(found.items()):
+        for place, answers in enumerate(summary["objectives"].values()):
+            axis.barh(
+                place + 0.27 * (number - 1),
+                answers[question] or 0.0,
+                height=0.27,
+                color=COLORS[kind],
+                label=kind if place == 0 else None,
+            )
+    axis.set_yticks(range(len(COMPARED)), list(COMPARED))
+    axis.invert_yaxis()  # P3O at the top
+    axis.set_xlabel(question)
+    axis.grid(axis="x", alpha=0.3)
 
 
 def main() -> None:
-    tiny = str(ROOT / "tiny")
-    old, new = trained(SAMPLED), trained(SCORED)
-    initial = transformers.AutoModelForCausalLM.from_pretrained(tiny)
-    problems, prompts, *_ = load_prompts("tiny", "train", load_model_files(tiny)[0], 64)
-    problems, prompts = problems[:PROMPTS], prompts[:PROMPTS]
-    init_distributed()
-    plain, fp8 = Engine(tiny, 128), Engine(tiny, 128, quantization="fp8_per_channel")
-    plain.load_weights(old.state_dict().items(), version=str(SAMPLED))
-    batches = {
-        f"lag {SCORED - SAMPLED}, step {SCORED + 1}": measure(
-            Policy(new), plain, problems, prompts
-        ),
-        "fp8 rollouts": measure(Policy(initial), fp8, problems, prompts),
-    }
-    found = {title: summary(*batch) for title, batch in batches.items()}
-    figure, axes = plt.subplots(2, 2, figsize=(13, 7.5), layout="constrained", width_ratios=(2, 3))
-    for row, (title, (rollouts, log_ratio)) in zip(axes, batches.items(), strict=True):
-        told, ratio = found[title], log_ratio[rollouts.mask].exp().numpy()
-        ess, (low, high) = told["e_B"], told["smallest and largest rho"]
-        bins = np.geomspace(low, high, 90)
-        row[0].hist(
-            ratio[ratio <= ess],
-            bins=bins,
-            color="C0",
-            label=f"{1 - told['above the cap']:.0%} below the cap",
+    mesh = init_distributed()
+    cfg = Config(model=TINY)
+    data = load_data(cfg)
+    options = {"top_logprobs": cfg.top_logprobs}
+    engine = Engine(TINY, data.longest, **options)
+    fp8_engine = Engine(TINY, data.longest, quantization="fp8_per_channel", **options)
+    batches = sample_batches(engine, fp8_engine, mesh, data.train)
+    found = {title: summarize(batch) for title, batch in batches.items()}
+    path = RESULTS / "mechanism.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    draw(batches, found, path.with_suffix(".png"))
+    for kind, summary in found.items():
+        print(
+            f"\n{kind}: {summary['tokens']} tokens, e_B {summary['e_B']:.4f}, "
+            f"rho {summary['smallest rho']:.3g} to {summary['largest rho']:.3g}, "
+            f"KL {summary['KL, nats a token']:.2g} nats a token"
         )
-        row[0].hist(
-            ratio[ratio > ess], bins=bins, color="C1", label=f"{told['above the cap']:.0%} above it"
-        )
-        row[0].axvline(ess, color="black", label=f"cap = e_B = {ess:.4f}")
-        row[0].set(xscale="log", yscale="log", xlabel="rho", ylabel="tokens", title=title)
-        row[0].legend()
-        names = list(OBJECTIVES)
-        for shift, (key, color) in enumerate({BELOW: "C0", ABOVE: "C1", DROPPED: "C7"}.items()):
-            heights = [told["objectives"][name][key] for name in names]
-            places = [i + (shift - 1) * 0.27 for i in range(len(names))]
-            row[1].bar(places, heights, width=0.27, color=color, label=key)
-        for i, name in enumerate(names):
-            told_of = told["objectives"][name]
-            digits = 0 if told_of["max |w|"] > 100 else 2
-            text = f"at most\n{told_of['max |w|']:,.{digits}f}"
-            if told_of[BELOW] > 1:  # beyond the axis
-                text += f"\nblue: {told_of[BELOW]:,.0f}"
-            box = dict(facecolor="white", edgecolor="none", pad=1)
-            row[1].text(i, 1.2, text, ha="center", va="top", fontsize=8, bbox=box)
-        row[1].set_xticks(range(len(names)), names)
-        row[1].set(ylim=(0, 1.3), ylabel="mean |w|, or share", xlabel="|w|: the weight of a token")
-    axes[1, 1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
-    figure.savefig(RESULTS / "mechanism.png", dpi=110)
-    (RESULTS / "mechanism.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    plain.close()
+        questions = (OF_RARER, OF_LIKELIER, DROPPED, LARGEST)
+        print(f"{'':10}", *(f"{question:>24}" for question in questions))
+        for name, answers in summary["objectives"].items():
+            cells = [
+                "no such token"
+                if answers[question] is None
+                else f"{answers[question]:.3f}"
+                for question in questions
+            ]
+            print(f"{name:10}", *(f"{cell:>24}" for cell in cells))
+    print(f"\n{path} and .png")
+    engine.close()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 The first is what `make reproduce` does, 18 runs; the second makes one run on each core,
 or on each GPU. A finished run is a line of FOLDER/mismatch.jsonl (--folder), with its
-command, commit, configuration and metrics. A cell that has its line is not run again, so
-the grid can be stopped and started at will. What a run does not set is EVERY_RUN and
+command, commit, configuration and metrics. A cell that has its line is not run again,
+so the grid can be stopped and started at will. What a run does not set is EVERY_RUN and
 the defaults of train.py. After each run eval.py measures pass@8 of its model. Held-out
 accuracy is that of the policy, on the same problems with the same noise for all.
 
@@ -115,7 +115,8 @@ def score(row: dict) -> float:
     if row["stopped"]:
         return 0.0
     accuracies = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
-    return sum(accuracies[-3:]) / 3
+    last = accuracies[-3:]
+    return sum(last) / len(last)
 
 
 def where_it_breaks(done: dict[Cell, dict]) -> list[str]:

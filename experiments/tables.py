@@ -19,8 +19,8 @@ from scipy.stats import t as student
 from experiments.mismatch import (
     LEARNING_RATE,
     MAIN,
+    MISMATCHES,
     OTHERS,
-    SETTINGS,
     finished,
     score,
 )
@@ -70,7 +70,7 @@ def load(path: Path) -> Runs:
         raise SystemExit(
             f"plot.py: {path} has no runs: experiments/mismatch.py writes it"
         )
-    planned = [Setting(*setting) for setting in SETTINGS]
+    planned = [Setting(mismatch, LEARNING_RATE) for mismatch in MISMATCHES]
     # Rates that were only tried to choose one come last.
     tried = sorted({Setting(cell.mismatch, cell.learning_rate) for cell in done})
     runs: Runs = {}

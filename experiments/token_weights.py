@@ -77,14 +77,13 @@ def sample_and_score(
     cfg: Config,
     step: int,
     train: Split,
-    verifier: str,
 ) -> ScoredBatch:
-    """The batch of a step: sampled by the engine, rewarded, scored by the policy.
+    """All responses of a step: sampled by the engine, rewarded, scored by the policy.
 
     It is on one rank. The KL takes the K likeliest tokens: cfg.top_logprobs above 0.
     """
     rollouts = sample_step(engine, cfg, step, train.prompts)
-    add_reward(rollouts, cfg, step, train, verifier)
+    add_reward(rollouts, cfg, step, train.problems)
     device = next(policy.parameters()).device
     log_ratio = torch.zeros_like(rollouts.logp_behavior)
     kl = torch.zeros_like(rollouts.logp_behavior)

@@ -37,8 +37,6 @@ from loss import effective_sample_size
 from policy import build_policy
 from rollout import Engine, init_distributed
 from support.flags import PositiveCount, Refused, parse_flags
-from support.prompts import check_model
-from support.tasks import task_of
 
 TEMPLATE = Path(__file__).resolve().with_name("tokens_template.html")
 
@@ -55,7 +53,7 @@ class Config(train.Config):
     sampled_by: str = ""
     """a model folder that samples in place of --model"""
     show: PositiveCount = 64
-    """responses on the page; e_B is that of the whole batch"""
+    """responses on the page; e_B is that of all responses of the step"""
     page: str = "runs/tokens.html"
     """the file to write; with a RUN, RUN/tokens.html"""
 
@@ -144,9 +142,8 @@ def render(data: dict[str, Any], title: str) -> str:
     and the page's script takes it from there as text (textContent).
     """
     embedded = json.dumps(data).replace("<", "\\u003c")
-    text = TEMPLATE.read_text()
-    text = text.replace("{{TITLE}}", html.escape(title))
-    return text.replace("{{DATA}}", embedded)
+    head, foot = TEMPLATE.read_text().split("{{DATA}}")
+    return head.replace("{{TITLE}}", html.escape(title)) + embedded + foot
 
 
 def describe(cfg: Config) -> str:
@@ -166,17 +163,11 @@ def main() -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments = flags_of_run(arguments[0]) + arguments[1:]
     cfg = parse_flags(Config, arguments)
-    try:
-        tokenizer, context = check_model(cfg.model)
-        room = cfg.max_prompt_tokens or context - cfg.max_response_tokens
-        problems = train.load_problems(cfg, "train", tokenizer, room)
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    longest_prompt = max(len(prompt) for prompt in problems.prompts)
+    data = train.load_data(cfg)
     mesh = init_distributed()
     engine = Engine(
         cfg.sampled_by or cfg.model,
-        longest_prompt + cfg.max_response_tokens,
+        data.longest,
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         top_logprobs=cfg.top_logprobs,
@@ -187,15 +178,14 @@ def main() -> None:
     policy = build_policy(
         cfg.model, mesh, dtype=cfg.dtype, temperature=cfg.policy_temperature
     )
-    verifier = task_of(cfg.task).verifier
-    batch = sample_and_score(engine, policy, cfg, cfg.step, problems, verifier)
-    data = page_data(batch, tokenizer, cfg.group_size, cfg.show)
+    batch = sample_and_score(engine, policy, cfg, cfg.step, data.train)
+    shown = page_data(batch, data.tokenizer, cfg.group_size, cfg.show)
     path = Path(cfg.page)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(data, describe(cfg)))
+    path.write_text(render(shown, describe(cfg)))
     print(
-        f"{path}: {len(data['responses'])} of {data['response_count']} responses, "
-        f"e_B {data['ess']:.4f}, {data['token_count']} tokens"
+        f"{path}: {len(shown['responses'])} of {shown['response_count']} responses, "
+        f"e_B {shown['ess']:.4f}, {shown['token_count']} tokens"
     )
     engine.close()
 

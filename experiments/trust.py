@@ -125,8 +125,10 @@ class Laboratory:
             )
         return history
 
-    def sample(self, weights: Weights, condition: Condition, first: int, prompts: int):
-        """Rewarded responses to the prompts first, first + 1, ... of a shuffled order."""
+    def sample(
+        self, weights: Weights, condition: Condition, first: int, prompts: int
+    ) -> Rollouts:
+        """Rewarded responses to prompts first, first + 1, ... of a shuffled order."""
         engine = self.engines[condition.quantization]
         engine.load_weights(weights, version="trust")
         order = random.Random(1).sample(range(len(self.prompts)), len(self.prompts))

@@ -1,6 +1,30 @@
 """What a run tells: a line of metrics a step, and at its end a table and a figure.
 
 Rank 0 writes into out_dir, whole lines: a run that was interrupted leaves valid files.
+metrics.jsonl has, of the step's rollout batch, over all ranks:
+
+    weight_version       the weights that sampled it: the number of steps they had
+    reward               mean reward
+    groups_with_signal   share of the groups whose rewards are not all equal
+    response_tokens      mean length, with the end of sequence
+    truncated            share of the responses that max_response_tokens cut
+    entropy              of pi_b, from its samples: mean of -log pi_b, nats a token
+
+of its updates, as means over them, each over the whole batch B of the update:
+
+    loss                 what was minimized; policy_loss and kl_loss are P3O's two terms
+    capped               share of tokens with rho > e_B, or that the objective cuts
+    ess, ess_min         e_B (11), and the smallest of the updates
+    kl                   KL(pi_theta || pi_b), nats a token
+    ratio, ratio_q1 ...  mean of rho, and its 1%, 50% and 99% quantiles
+    ess_central ...      e_B and mean rho with the outer 1% of tokens at each end drawn
+    in mismatch_mean, _max  |log rho| of the first update: what engine, lag and
+    temperature did grad_norm            before clipping learning_rate        of the
+    update
+
+and rollout_seconds, reward_seconds, update_seconds, sync_seconds, tokens_per_second,
+peak_memory_gb. Where the policy was evaluated it has heldout_pass@1 (sampled at
+policy_temperature) and heldout_greedy: of the policy, never of an fp8 copy of it.
 """
 
 import importlib.util
@@ -37,9 +61,7 @@ class Log:
         config: dict[str, Any],
         done: int,
     ) -> None:
-        """`done` steps have lines that stay; what a killed run wrote of later ones
-        goes.
-        """
+        """Lines of `done` steps stay; what a killed run wrote of later ones goes."""
         self.out = out
         self.tokenizer = tokenizer
         self.group_size = group_size
@@ -74,13 +96,9 @@ class Log:
         history: list[dict[str, float]],
         accuracy: dict[str, float],
     ) -> None:
-        """A line of metrics.jsonl, from all ranks' rollouts and the statistics of the
-        updates.
+        """A line of metrics.jsonl, from all ranks' rollouts and all updates.
 
-        `rollouts` is a rollout.Rollouts. The statistics are means over the step's
-        updates, but mismatch_* are of the first minibatch before its update: what the
-        engine did and, where set, temperature and lag. entropy is that of pi_b, the
-        mean of -log pi_b over its samples. A collective.
+        `rollouts` is a rollout.Rollouts. A collective.
         """
         length = rollouts.mask.sum(dim=1)  # [N]
         columns = [

@@ -1,6 +1,7 @@
-"""Fixtures: the loss under test (--loss PATH, or the repository's), a real engine and its policy.
+"""Fixtures: the loss under test (--loss PATH), a real engine and its policy.
 
-The first vLLM engine in this process takes 10 s to build, each further one less than a second.
+The first vLLM engine in this process takes 10 s to build, each further one less than a
+second.
 """
 
 import importlib.util
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-# OpenMP reads it when torch is imported: threads that spin while they wait starve the other ranks.
+# OpenMP reads it when torch is imported: threads that spin while they wait starve the
+# other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 KEPT = []  # engines: one that is collected as garbage takes the process group with it
@@ -26,7 +28,9 @@ FUNCTIONS = ("group_advantage", "effective_sample_size", "kl_divergence", "p3o_l
 
 def load_module(path):
     """Import the file at `path`, which need not be on sys.path."""
-    spec = importlib.util.spec_from_file_location(f"loss_at_{abs(hash(str(path)))}", path)
+    spec = importlib.util.spec_from_file_location(
+        f"loss_at_{abs(hash(str(path)))}", path
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass looks for its annotations
     spec.loader.exec_module(module)
@@ -34,23 +38,28 @@ def load_module(path):
 
 
 def differences(module, expected):
-    """Sentences on where `module` lacks the interface of `expected`; parameter names matter."""
+    """Sentences on where `module` lacks the interface of `expected`."""
     for name in FUNCTIONS:
         yield from compare(name, getattr(module, name, None), getattr(expected, name))
 
 
 def compare(name, found, expected):
     def parameters(function):
-        return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+        return [
+            (p.name, p.kind) for p in inspect.signature(function).parameters.values()
+        ]
 
     if found is None:
         yield f"{name} is missing"
     elif parameters(found) != parameters(expected):
-        yield f"{name}{inspect.signature(found)} should be {name}{inspect.signature(expected)}"
+        has, should = inspect.signature(found), inspect.signature(expected)
+        yield f"{name}{has} should be {name}{should}"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--loss", metavar="PATH", help="run tests/test_loss.py on this file")
+    parser.addoption(
+        "--loss", metavar="PATH", help="run tests/test_loss.py on this file"
+    )
 
 
 def pytest_configure(config):
@@ -62,9 +71,13 @@ def pytest_configure(config):
     try:
         config.loss_module = load_module(Path(path).resolve())
     except Exception as error:
-        raise pytest.UsageError(f"--loss {path} cannot be imported: {error!r}") from error
+        raise pytest.UsageError(
+            f"--loss {path} cannot be imported: {error!r}"
+        ) from error
     if found := list(differences(config.loss_module, load_module(LOSS))):
-        raise pytest.UsageError("\n".join([f"--loss {path} has another interface:", *found]))
+        raise pytest.UsageError(
+            "\n".join([f"--loss {path} has another interface:", *found])
+        )
 
 
 @pytest.fixture(scope="session")
@@ -126,11 +139,9 @@ def policy(engine):
 @pytest.fixture(scope="session")
 def heldout():
     """The held-out split of the embedded task: problems, and prompts as token ids."""
-    from support.prompts import check_model
-    from train import Config, load_problems
+    from train import Config, load_data
 
-    tokenizer, _ = check_model("tiny")
-    return load_problems(Config(), "heldout", tokenizer, room=64)
+    return load_data(Config()).heldout
 
 
 @pytest.fixture(scope="session")

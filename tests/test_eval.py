@@ -24,7 +24,6 @@ import eval
 from eval import EvalConfig, estimate, evaluate, load_benchmarks, pass_at_k
 from reward import score
 from support.flags import Refused, parse_flags
-from support.prompts import check_model
 from support.results import (
     append,
     begin_or_resume,
@@ -32,7 +31,7 @@ from support.results import (
     settings_of,
     write_report,
 )
-from train import Config, load_problems
+from train import Config, load_data
 
 # pass@k
 
@@ -457,15 +456,14 @@ def test_the_table_has_powers_of_two_and_n(tmp_path):
 
 
 def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
-    tokenizer, _ = check_model("tiny")
-    # "478+805" is 9 tokens with <bos> and ':'; four digits make 11.
-    with pytest.raises(ValueError, match="of 512 heldout prompts of tiny have over 9"):
-        load_problems(Config(), "heldout", tokenizer, room=9)
-    dropping = Config(max_prompt_tokens=9)
-    split = load_problems(dropping, "heldout", tokenizer, room=9)
-    assert {len(prompt) for prompt in split.prompts} == {9}
-    assert split.dropped == 512 - len(split.problems) > 0
-    assert f"dropped: {split.dropped} of 512" in capsys.readouterr().out
+    # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context is 128.
+    with pytest.raises(Refused, match="of 4096 train prompts of tiny have over 9"):
+        load_data(Config(max_response_tokens=119))
+    heldout = load_data(Config(max_prompt_tokens=9)).heldout
+    assert {len(prompt) for prompt in heldout.prompts} == {9}
+    assert heldout.dropped == 512 - len(heldout.problems) > 0
+    printed = capsys.readouterr().out
+    assert f"dropped: {heldout.dropped} of 512 heldout prompts of tiny" in printed
 
 
 @pytest.mark.parametrize(
@@ -478,7 +476,7 @@ def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
         ("--samples=many", "samples is 'many': input should be a valid integer"),
         ("--temperature=-1", "temperature is '-1'"),
         ("--temperature=2.5", "temperature is '2.5'"),
-        ("--temperature=0.001", "give 0 (greedy) or at least 0.01"),
+        ("--temperature=0.001", "give 0 (greedy), or at least the 0.01"),
         ("--temperature=nan", "temperature is 'nan'"),
         ("--temperature=0 --samples=4", "greedy samples are all the same"),
         ("--top_p=0", "top_p is '0'"),
@@ -487,7 +485,7 @@ def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
         ("--limit=-3", "limit is '-3'"),
         ("--chunk_responses=0", "chunk_responses is '0'"),
         ("--kv_cache=1", "unrecognized arguments: --kv_cache"),
-        ("--rollout_tp=2", "rollout_tp is 2: it has to divide a node's 1 ranks"),
+        ("--rollout_tp=2", "rollout_tp is 2: it has to divide the 1 ranks of a node"),
         # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context
         # is 128.
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),

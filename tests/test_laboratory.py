@@ -1,147 +1,197 @@
-"""The mismatch laboratory: what is left out of P3O, what is run, how it is summed up."""
+"""The mismatch laboratory: what it plans, how it runs, and how it sums up."""
 
 import json
 import math
 import os
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
-import torch
 
-from experiments import ablations, mismatch, plot
-from loss import effective_sample_size, p3o_loss
+from experiments import mismatch, plot, tables
+from experiments.colors import COLORS
+from experiments.mismatch import LEARNING_RATE, MAIN, MISMATCHES, OTHERS, Cell
+from experiments.tables import Setting
 
-RATIO = torch.tensor([[0.25, 0.5, 2.0], [1.0, 1.5, 9.0]])  # the 9 is masked out
-MASK = torch.tensor([[True, True, True], [True, True, False]])
-ADVANTAGE = torch.tensor([1.0, -2.0])
-BEHAVIOR = torch.full((2, 3), -1.0)
-ESS = effective_sample_size(RATIO.log(), MASK).item()  # (5.25 / 5)^2 / (7.5625 / 5) = 0.7289
+# The plan
 
 
-def gradient(objective, **keywords):
-    """Of the loss to log pi_theta, times the number of tokens: [2, 3]."""
-    logp = (BEHAVIOR + RATIO.log()).requires_grad_()
-    objective(logp, BEHAVIOR, ADVANTAGE, MASK, **keywords)[0].backward()
-    return 5 * logp.grad
+def row_of(cell, accuracies, **changes):
+    """A line of mismatch.jsonl: a run with these sampled accuracies from step 0 on."""
+    steps = [10 * number for number in range(len(accuracies))]
+    greedy = [accuracy / 2 for accuracy in accuracies]
+    line = {
+        **cell._asdict(),
+        "stopped": None,
+        "pass@8": 0.9,
+        "config": {"steps": steps[-1], "passes": 1, "minibatches": 1},
+        "metrics": {
+            "step": steps,
+            "heldout_pass@1": list(accuracies),
+            "heldout_greedy": greedy,
+            "ess": [None] + [0.75] * (len(steps) - 1),
+            "entropy": [None] + [0.25] * (len(steps) - 1),
+        },
+    }
+    return line | changes
 
 
-def test_the_batch_has_an_e_b_that_can_be_done_by_hand():
-    assert pytest.approx(1.05**2 / 1.5125) == ESS
+def done_with(cells, accuracy=0.9):
+    """These cells with their lines, as mismatch.finished gives them."""
+    return {cell: row_of(cell, [0.4] + 3 * [accuracy]) for cell in cells}
 
 
-def test_without_kl_what_is_left_is_the_capped_ratio_times_the_advantage():
-    # -min(rho, e_B) A: rho where it is below 0.7289, else 0.7289
-    expected = [[-0.25, -0.5, -ESS], [2 * ESS, 2 * ESS, 0]]
-    assert gradient(ablations.cap_without_kl, ess=ESS).tolist() == [
-        pytest.approx(row) for row in expected
+def test_the_score_is_the_mean_of_the_last_three_sampled_accuracies():
+    cell = Cell("on-policy", LEARNING_RATE, "p3o", 0)
+    # (0.6 + 0.7 + 0.8) / 3
+    assert mismatch.score(row_of(cell, [0.1, 0.5, 0.6, 0.7, 0.8])) == pytest.approx(0.7)
+    # Steps without an evaluation do not count.
+    row = row_of(cell, [0.1, 0.6, 0.7, 0.8])
+    row["metrics"]["heldout_pass@1"] = [0.1, 0.6, None, 0.7, None, 0.8]
+    assert mismatch.score(row) == pytest.approx(0.7)
+    assert mismatch.score(row | {"stopped": "step 9: not finite"}) == 0
+
+
+def test_the_full_grid_begins_with_the_first_seed_of_the_main_objectives_everywhere():
+    # As long as it is not known where it breaks, nothing else is planned.
+    assert mismatch.plan("full", done={}) == [
+        Cell(name, LEARNING_RATE, objective, 0)
+        for name in MISMATCHES
+        for objective in MAIN
     ]
 
 
-def test_without_cap_what_is_left_is_the_ratio_times_the_advantage_and_the_pull():
-    pull = [[(1 - ESS) * (1 - 1 / r) for r in row] for row in RATIO.tolist()]  # of k3
-    expected = [[-0.25 + pull[0][0], -0.5 + pull[0][1], -2 + pull[0][2]], [2, 3 + pull[1][1], 0]]
-    assert gradient(ablations.kl_without_cap, ess=ESS).tolist() == [
-        pytest.approx(row) for row in expected
-    ]
+def test_the_others_run_with_three_seeds_where_one_of_three_objectives_breaks():
+    done = done_with(mismatch.plan("full", done={}))
+    # REINFORCE is 0.11 below itself on-policy at lag 16. That k3 is at lag 4 does not
+    # count.
+    for name, objective in (("lag 16", "reinforce"), ("lag 4", "p3o, k3")):
+        cell = Cell(name, LEARNING_RATE, objective, 0)
+        done[cell] = row_of(cell, [0.4, 0.79, 0.79, 0.79])
+    assert mismatch.where_it_breaks(done) == ["lag 16"]
+    others = [cell for cell in mismatch.plan("full", done) if cell.objective in OTHERS]
+    assert {cell.mismatch for cell in others} == {"lag 16"}
+    assert {cell.seed for cell in others} == {0, 1, 2}
+    # Raw log pi_b is P3O itself at temperature 1, decoupled is CISPO at one update.
+    objectives = {cell.objective for cell in others}
+    assert objectives == {*OTHERS} - {*mismatch.ONLY_IN}
 
 
-def test_cap_and_pull_together_are_p3o():
-    # P3O = (capped) + (uncapped and pulled) - (uncapped)
-    capped = gradient(ablations.cap_without_kl, ess=ESS)
-    pulled = gradient(ablations.kl_without_cap, ess=ESS)
-    free = -(RATIO * ADVANTAGE[:, None] * MASK)
-    assert torch.allclose(gradient(p3o_loss, ess=ESS), capped + pulled - free)
+def test_no_cell_is_planned_twice_and_every_planned_one_has_flags(tmp_path):
+    done = done_with(mismatch.plan("full", done={}), accuracy=0.5)
+    # On-policy is better: all others break.
+    on_policy = [Cell("on-policy", LEARNING_RATE, objective, 0) for objective in MAIN]
+    done |= done_with(on_policy, accuracy=0.9)
+    cells = mismatch.plan("full", done)
+    assert len(cells) == len(set(cells))
+    # What the fixed and the yoked e_B are taken from comes before them.
+    done |= done_with(cell for cell in cells if cell.objective == "p3o")
+    for cell in cells:
+        script, *flags = mismatch.flags_of(cell, done, tmp_path)
+        assert (mismatch.ROOT / script).exists()
+        assert f"--seed={cell.seed}" in flags
+        assert f"--learning_rate={cell.learning_rate}" in flags
 
 
-def test_a_fixed_e_b_is_p3o_where_it_is_the_batchs_own():
-    fixed = gradient(ablations.fixed_ess, ess=0.123, level=ESS)
-    assert torch.allclose(fixed, gradient(p3o_loss, ess=ESS))
+def test_a_fixed_e_b_is_the_mean_of_p3os_own_run_and_waits_for_it(tmp_path):
+    cell = Cell("lag 16", LEARNING_RATE, "p3o, fixed e_B", 1)
+    with pytest.raises(KeyError):
+        mismatch.flags_of(cell, {}, tmp_path)
+    own = cell._replace(objective="p3o")
+    row = row_of(own, [0.4, 0.9, 0.9])
+    row["metrics"]["ess"] = [None, 1.0, 0.5]  # no update before step 1; mean 0.75
+    flags = mismatch.flags_of(cell, {own: row}, tmp_path)
+    assert flags[-2:] == ["--objective_args", "level=0.7500"]
 
 
-def test_e_b_of_a_micro_batch_does_not_look_at_the_rest_of_the_batch():
-    own = gradient(ablations.ess_of_micro_batch, ess=0.123)  # of a batch that this is a part of
-    assert torch.allclose(own, gradient(p3o_loss, ess=ESS))
-
-
-def test_the_authors_clamp_turns_the_pull_into_a_push_beyond_it():
-    # rho = e^-9 and e^-11, no advantage. The KL weighs 1 - e_B = 1/4, and each token 1/2 of that,
-    # times 1 - 1/rho for the first (descent raises log pi_theta), and 1 for the other (lowers it).
-    logp = torch.tensor([[-10.0, -12.0]], requires_grad=True)
-    batch = torch.full((1, 2), -1.0), torch.zeros(1), torch.ones(1, 2, dtype=torch.bool)
-    ablations.clamped_kl(logp, *batch, ess=0.75)[0].backward()
-    assert logp.grad.tolist() == [pytest.approx([0.25 * (1 - math.exp(9)) / 2, 0.25 / 2])]
-
-
-def test_the_grid_has_five_seeds_of_what_is_compared_and_three_of_the_other_objectives():
-    seeds = Counter(cell[:3] for cell in mismatch.cells("full"))
-    for setting in mismatch.SETTINGS:
-        assert all(seeds[setting, o, mismatch.LEARNING_RATE] == 5 for o in mismatch.EVERYWHERE)
-    for setting, rate in mismatch.SHOWN_SETTINGS:
-        assert all(seeds[setting, objective, rate] == 5 for objective in mismatch.SHOWN_OBJECTIVES)
-    for setting, rate in mismatch.WHERE_IT_BREAKS:
-        for objective in {*mismatch.OBJECTIVES, *mismatch.ABLATIONS} - {*mismatch.SHOWN_OBJECTIVES}:
-            runs = setting in mismatch.ONLY.get(objective, [setting])
-            assert seeds[setting, objective, rate] == 3 * runs
+def test_a_yoked_e_b_is_that_of_the_next_seed_update_by_update(tmp_path):
+    cell = Cell("16 updates", LEARNING_RATE, "p3o, yoked e_B", 2)
+    other = cell._replace(objective="p3o", seed=0)  # after seed 2 of 0, 1, 2
+    row = row_of(other, [0.4, 0.9, 0.9])
+    row["metrics"]["ess"] = [None, 0.5, 0.25]
+    row["config"] |= {"passes": 1, "minibatches": 2}  # two updates a step
+    flags = mismatch.flags_of(cell, {other: row}, tmp_path)
+    path = flags[-1].removeprefix("path=")
+    assert json.loads(open(path).read()) == [0.5, 0.5, 0.25, 0.25]
 
 
 def test_torchrun_gives_a_process_its_share_of_the_cells_and_of_the_machine():
-    code = """import os
-from experiments.mismatch import share_of_machine
-print(*share_of_machine(), os.environ["CUDA_VISIBLE_DEVICES"], len(os.sched_getaffinity(0)),
-      "RANK" in os.environ, "MASTER_PORT" in os.environ)"""
-    torchrun = dict(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, MASTER_PORT=1)
-    its = os.environ | {name: str(value) for name, value in torchrun.items()}
-    its["CUDA_VISIBLE_DEVICES"] = "5,6"
-    done = subprocess.run([sys.executable, "-c", code], env=its, cwd=mismatch.ROOT, text=True,
-                          capture_output=True)  # fmt: skip
-    cores = max(1, len(os.sched_getaffinity(0)) // 2)  # its half of the machine, and GPU 6
-    assert done.stdout.split() == ["3", "4", "6", str(cores), "False", "False"]
+    code = (
+        "import os\n"
+        "from experiments.mismatch import share_of_machine\n"
+        "print(*share_of_machine(), os.environ['CUDA_VISIBLE_DEVICES'],\n"
+        "      len(os.sched_getaffinity(0)), 'RANK' in os.environ)"
+    )
+    # Rank 3 of 4, the second of two on its node: GPU 6 of 5 and 6, half of the cores.
+    environment = os.environ | {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "CUDA_VISIBLE_DEVICES": "5,6",
+    }
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=mismatch.ROOT,
+        text=True,
+        capture_output=True,
+        check=True,
+    ).stdout
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert printed.split() == ["3", "4", "6", str(cores), "False"]
+
+
+# Running it
 
 
 @pytest.fixture
 def grid(monkeypatch, tmp_path):
-    """mismatch.main() on three cells, without the training: the cells that it would have run."""
-    plan = [(s, "p3o", 2e-4, 0) for s in ("on-policy", "T = 1.4", "lag 16")]
+    """mismatch.main() on three cells, without training; returns what it would run."""
+    names = ("on-policy", "T = 1.4", "lag 16")
+    cells = [Cell(name, LEARNING_RATE, "p3o", 0) for name in names]
+    ran = []
+    fails = []
 
     def run(cell, flags):
-        ran.append(cell[0])
-        if cell[0] == broken:
+        ran.append(cell.mismatch)
+        if cell.mismatch in fails:
             raise RuntimeError("train.py failed: no memory")
-        return line(*cell[:2], cell[3], 0.5, 0.6, 0.6) | {
-            "command": f"python {' '.join(flags)}", "commit": "abc", "seconds": 1.0,
-        }  # fmt: skip
+        return row_of(cell, [0.5, 0.6, 0.6]) | {"seconds": 1.0}
 
-    def main(fails=None, share=(0, 1)):
-        nonlocal broken
-        broken = fails
+    def main(failing=(), share=(0, 1)):
+        fails[:] = failing
+        ran.clear()
         # Not of this process, whose environment other tests need.
         monkeypatch.setattr(mismatch, "share_of_machine", lambda: share)
-        ran.clear()
         monkeypatch.setattr(sys, "argv", ["mismatch.py", "--folder", str(tmp_path)])
-        mismatch.main()
+        # A process of two waits for the other's runs; here there is no other.
+        monkeypatch.setattr(mismatch.time, "sleep", stop)
+        try:
+            mismatch.main()
+        except Waiting:
+            pass
         return list(ran)
 
-    ran, broken = [], None
-    monkeypatch.setattr(mismatch, "cells", lambda grid: plan)
+    class Waiting(Exception):
+        pass
+
+    def stop(seconds):
+        raise Waiting
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mismatch, "plan", lambda grid, done: cells)
     monkeypatch.setattr(mismatch, "run", run)
     monkeypatch.setattr(mismatch.signal, "signal", lambda *_: None)
     return main
 
 
-def test_a_run_that_has_its_line_is_not_run_again_unless_its_command_has_changed(
-    grid, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_has_its_line_is_not_run_again(grid):
     assert grid() == ["on-policy", "T = 1.4", "lag 16"]
     assert grid() == []
-    assert "has 3 of 3 runs, some of other commits than this" in capsys.readouterr().out
-    monkeypatch.setitem(mismatch.SETTINGS, "T = 1.4", ["--temperature=1.5"])
-    assert grid() == ["T = 1.4"]
-    assert len(mismatch.finished(tmp_path / "mismatch.jsonl")) == 3
 
 
-def test_the_shares_of_the_processes_are_disjoint_and_make_up_the_grid(grid):
+def test_the_shares_of_two_processes_are_disjoint_and_make_up_the_grid(grid):
     assert grid(share=(1, 2)) == ["T = 1.4"]
     assert grid(share=(0, 2)) == ["on-policy", "lag 16"]
 
@@ -151,111 +201,199 @@ def test_a_line_that_was_cut_short_is_replaced(grid, tmp_path):
     file = tmp_path / "mismatch.jsonl"
     file.write_text(file.read_text()[:-20])  # killed while it wrote the third
     assert grid() == ["lag 16"]
-    assert [json.loads(row)["setting"] for row in open(file)] == ["on-policy", "T = 1.4", "lag 16"]
+    names = [json.loads(line)["mismatch"] for line in open(file)]
+    assert names == ["on-policy", "T = 1.4", "lag 16"]
 
 
 def test_a_run_that_fails_keeps_no_other_from_running(grid, capsys):
     with pytest.raises(SystemExit, match="1 runs failed"):
-        grid(fails="T = 1.4")
+        grid(failing=["T = 1.4"])
     assert "no memory" in capsys.readouterr().err
     assert grid() == ["T = 1.4"]
 
 
-@pytest.mark.slow  # two runs of train.py
-def test_an_ablation_is_a_run_of_train_py_under_its_own_name(tmp_path):
-    few = "--steps=2 --prompts_per_step=8 --temperature=1.4 --eval_problems=16".split()
-    rows = {}
-    for name in "cap_without_kl", "raw_logprobs":
-        command = [sys.executable, "experiments/ablations.py", name, *few]
-        subprocess.run([*command, f"--out_dir={tmp_path}/{name}"], cwd=mismatch.ROOT, check=True)
-        rows[name] = [json.loads(row) for row in open(tmp_path / name / "metrics.jsonl")]
-        told = json.loads((tmp_path / name / "config.json").read_text())["objective"]
-        assert told == ("p3o" if name == "raw_logprobs" else name)
-    # The same responses, sampled at 1.4: in the one e_B sees it, with raw log-probabilities not.
-    assert rows["cap_without_kl"][1]["reward"] == rows["raw_logprobs"][1]["reward"]
-    assert rows["cap_without_kl"][1]["ess"] < 0.99 and rows["raw_logprobs"][1]["ess"] > 0.9999
-
-
-def test_a_fixed_e_b_is_the_mean_of_p3os_own_run_and_waits_for_it():
-    cell = "lag 16", "fixed e_B", 5e-4, 1
-    with pytest.raises(KeyError):
-        mismatch.flags_of(cell, {})
-    p3o = {"metrics": {"ess": [None, 1.0, 0.5]}}  # no update before step 1; mean 0.75
-    flags = mismatch.flags_of(cell, {("lag 16", "p3o", 5e-4, 1): p3o})
-    assert flags[-2:] == ["--objective_args", "level=0.7500"] and "--seed=1" in flags
-
-
-@pytest.mark.parametrize("setting, rate", mismatch.WHERE_IT_BREAKS)
-def test_the_ablation_of_micro_batches_has_several_in_a_batch(setting, rate):
-    flags = mismatch.flags_of((setting, "e_B of a micro-batch", rate, 0), {})
-    given = dict(flag.removeprefix("--").split("=") for flag in flags if "=" in flag)
-    responses = int(given["prompts_per_step"]) * 8 / int(given.get("minibatches", 1))
-    # 44 tokens on average, prompt included; padding only adds to them
-    assert responses * 44 > 2 * int(given["micro_batch_tokens"])
-
-
-def line(setting, objective, seed, *accuracy):
-    metrics = {"step": [0, 10, 20], "heldout_pass@1": accuracy, "ess": [None, 1.0, 0.5]}
-    metrics |= {"ess_min": [None, 0.9, 0.4], "grad_norm": [None, 3.0, 2.0]}
-    cell = dict(setting=setting, objective=objective, learning_rate=2e-4, seed=seed)
-    return cell | {"metrics": metrics, "stopped": None}
+# Summing it up
 
 
 def test_an_interval_is_students():
-    # One value or two have none. 1, 2, 3: mean 2, standard deviation 1; t of two degrees of freedom
-    # 4.303; 4.303 / sqrt(3)
-    mean, half = plot.interval([1.0, 2.0, 3.0])
-    assert mean == 2 and half == pytest.approx(2.484, abs=1e-3)
-    assert math.isnan(plot.interval([1.0, 2.0])[1])
+    # 1, 2, 3: mean 2, standard deviation 1; 4.303 is t of two degrees of freedom;
+    # 4.303 / sqrt(3) = 2.484
+    assert tables.interval([1.0, 2.0, 3.0]) == pytest.approx((2, 2.484, 3), abs=1e-3)
+    # 0, 1: standard deviation sqrt(1/2); 12.706 of one degree; half is 12.706 / 2
+    assert tables.interval([0.0, 1.0]) == pytest.approx((0.5, 6.353, 2), abs=1e-3)
+    assert math.isnan(tables.interval([0.5]).half)
+    assert tables.text_of(tables.interval([0.5])) == "0.500"
+
+
+def test_an_interval_excludes_zero_if_its_mean_is_further_away_than_its_half():
+    assert tables.interval([1.0, 1.1, 1.2]).excludes_zero()
+    assert tables.interval([-1.0, -1.1, -1.2]).excludes_zero()
+    assert not tables.interval([-1.0, 1.0, 1.5]).excludes_zero()
+    assert not tables.interval([1.0]).excludes_zero()  # one run tells nothing
+
+
+def test_a_run_has_collapsed_below_half_of_its_own_best_or_if_it_stopped():
+    cell = Cell("T = 1.4", LEARNING_RATE, "p3o", 0)
+    assert tables.collapsed(row_of(cell, [0.4, 0.8, 0.39]))
+    assert not tables.collapsed(row_of(cell, [0.4, 0.8, 0.41]))
+    # The policy before training counts: 0.19 is below half of 0.4.
+    assert tables.collapsed(row_of(cell, [0.4, 0.3, 0.19]))
+    assert tables.collapsed(row_of(cell, [0.4, 0.8], stopped="step 9: not finite"))
 
 
 @pytest.fixture
 def some_runs(tmp_path):
-    rows = [
-        line("T = 1.4", "p3o", 0, 0.5, 0.8, 0.8),
-        line("T = 1.4", "p3o", 1, 0.5, 0.6, 0.6),
-        line("T = 1.4", "p3o", 2, 0.5, 0.7, 0.7),
-        line("T = 1.4", "grpo 0.2", 1, 0.5, 0.4, 0.2),  # below half of its best, 0.5
-        line("T = 1.4", "grpo 0.2", 2, 0.5, 0.4, 0.3),
-        line("T = 1.4", "grpo 0.2", 0, 0.5, 0.4, 0.4),
-        line("T = 1.4", "reinforce", 0, 0.5, 0.6, 0.1),  # run anew: the next line counts
-        line("T = 1.4", "reinforce", 0, 0.5, 0.6, 0.6) | {"stopped": "a number is not finite"},
-        line("T = 1.4", "gspo", 0, 0.5, 0.2, 0.6),
-        line("T = 1.4", "p3o", 4, 0.5, 0.7, 0.1),  # a seed that the others do not have
-    ]
-    (tmp_path / "mismatch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """A grid that has begun: seeds are missing, a setting is, one run stopped."""
+    hot = ("T = 1.4", LEARNING_RATE)
+    lag = ("lag 16", LEARNING_RATE)
+    scores = {
+        Cell(*hot, "p3o", 0): 0.8,
+        Cell(*hot, "p3o", 1): 0.6,
+        Cell(*hot, "p3o", 2): 0.7,
+        Cell(*hot, "p3o", 3): 0.1,  # a seed that the others do not have
+        Cell(*hot, "grpo 0.2", 1): 0.2,
+        Cell(*hot, "grpo 0.2", 0): 0.4,
+        Cell(*hot, "grpo 0.2", 2): 0.3,
+        Cell(*hot, "gspo", 0): 0.9,
+        Cell(*lag, "p3o", 0): 0.9,
+        Cell(*lag, "grpo 0.2", 0): 0.7,
+        Cell("on-policy", 1e-3, "p3o", 0): 0.5,  # a rate that was only tried
+    }
+    rows = [row_of(cell, [0.4] + 3 * [score]) for cell, score in scores.items()]
+    stopped = row_of(Cell(*hot, "reinforce", 0), [0.4, 0.6])
+    rows.append(stopped | {"stopped": "step 11: not finite", "pass@8": None})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "mismatch.jsonl").write_text(text + '{"mismatch": "T = 1')  # cut short
     return tmp_path
 
 
-def test_the_tables_mark_collapse_and_take_differences_by_seed(some_runs):
-    text = plot.tables(plot.load(some_runs / "mismatch.jsonl"))
-    # Of 0.8, 0.6, 0.7 the mean is 0.7, the standard deviation 0.1: 4.303 * 0.1 / sqrt(3) = 0.248
-    assert "| p3o | 0.700 ± 0.248 (3) |" in text  # beside gspo: seeds 0 to 2
-    # With 0.1 the mean is 0.55; 0.1 is below half of that run's best.
-    assert "| p3o | 0.550 ± 0.495 (4) **collapsed 1/4** |" in text
-    assert "| grpo 0.2 | 0.300 ± 0.248 (3) **collapsed 1/3** |" in text
-    # 0.8 - 0.4, 0.6 - 0.2, 0.7 - 0.3: 0.4 each time, whatever the order of the lines
-    assert "| grpo 0.2 | +0.400 ± 0.000 (3) |" in text
-    # A run that stopped itself has collapsed, whatever its last evaluation said.
-    assert "| reinforce | 0.600 (1) **collapsed 1/1** |" in text
-    assert "| p3o | 0.80, 0.60, 0.70, 0.10 |" in text
-    # gspo fell below half of 0.5 at step 10, and came back; of grpo seed 1 did, at step 20
-    assert "| gspo | 10 |" in text and "| grpo 0.2 | 20, -, - |" in text
+def row_in(text, heading, objective):
+    """The cells of an objective's row in the table below a heading."""
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    (found,) = [row for row in rows if row[0] == objective]
+    return dict(zip(rows[0], found, strict=True))
 
 
-def test_the_figures_are_drawn_of_whatever_is_there(some_runs, monkeypatch):
+def test_settings_come_in_the_order_of_the_plan_and_tried_rates_last(some_runs):
+    runs = tables.load(some_runs / "mismatch.jsonl")
+    assert [setting.title for setting in runs] == [
+        "T = 1.4",
+        "lag 16",
+        "on-policy, learning rate 0.001",
+    ]
+    assert list(runs[Setting("T = 1.4", LEARNING_RATE)]) == [
+        "p3o",
+        "grpo 0.2",
+        "reinforce",
+        "gspo",
+    ]
+
+
+def test_the_table_of_a_setting_has_every_measure_with_its_interval(some_runs):
+    text = tables.report(tables.load(some_runs / "mismatch.jsonl"))
+    p3o = row_in(text, "T = 1.4", "p3o")
+    # 0.8, 0.6, 0.7, 0.1: mean 0.55, standard deviation 0.311, and 3.182 * 0.311 / 2
+    assert p3o["seeds"] == "4"
+    assert p3o["score"] == "0.550 ± 0.495"
+    assert p3o["sampled"] == "0.550 ± 0.495"
+    assert p3o["greedy"] == "0.275 ± 0.247"  # row_of: half of the sampled one
+    assert p3o["pass@8"] == "0.900 ± 0.000"
+    assert p3o["entropy"] == "0.250 ± 0.000"
+    assert p3o["collapsed"] == "**1 of 4**"  # 0.1 is below half of 0.4
+    assert p3o["P3O's less it"] == ""
+    reinforce = row_in(text, "T = 1.4", "reinforce")
+    assert reinforce["score"] == "0.000"  # it stopped itself
+    assert reinforce["collapsed"] == "**1 of 1**"
+    assert reinforce["pass@8"] == ""
+
+
+def test_differences_are_taken_seed_by_seed(some_runs):
+    text = tables.report(tables.load(some_runs / "mismatch.jsonl"))
+    # 0.8 - 0.4, 0.6 - 0.2, 0.7 - 0.3 are 0.4 each, whatever the order of the lines,
+    # and P3O's fourth seed has nothing to be compared with.
+    assert row_in(text, "T = 1.4", "grpo 0.2")["P3O's less it"] == "+0.400 ± 0.000"
+    assert row_in(text, "T = 1.4", "gspo")["P3O's less it"] == "-0.100"
+
+
+def test_the_pooled_differences_are_over_the_means_of_the_settings(some_runs):
+    text = tables.report(tables.load(some_runs / "mismatch.jsonl"))
+    heading = "P3O's score less that of another objective, over all settings"
+    grpo = row_in(text, heading, "grpo 0.2")
+    assert (grpo["settings"], grpo["comparisons"]) == ("2", "4")
+    assert (grpo["P3O better"], grpo["worse"]) == ("4", "0")
+    # Means 0.4 and 0.9 - 0.7 = 0.2: mean 0.3, standard deviation 0.1414, and
+    # 12.706 * 0.1414 / sqrt(2) = 1.271
+    assert grpo["mean of the settings"] == "+0.300 ± 1.271"
+    assert (grpo["least"], grpo["most"]) == ("+0.200", "+0.400")
+    gspo = row_in(text, heading, "gspo")
+    assert (gspo["P3O better"], gspo["worse"]) == ("0", "1")
+    # One difference has several seeds: GRPO's at T = 1.4, which is 0.4 each time.
+    assert "have 1 intervals of such differences, of which 1 exclude 0" in text
+    assert "about 0.1 of 1 would" in text  # 5% of one
+
+
+def test_figures_and_tables_are_made_of_whatever_runs_there_are(some_runs, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plot.py", str(some_runs)])
     plot.main()
     figures = {path.stem for path in some_runs.glob("*.png")}
-    assert figures == {"curves", "ess", "strength", "others", "ablations"}
-    monkeypatch.setattr(sys, "argv", ["plot.py", str(some_runs / "nothing")])
+    assert figures == {"scores", "greedy", "curves", "ess", "others"}
+    assert (some_runs / "mismatch.md").read_text().startswith("# The mismatch")
+
+
+def test_one_run_alone_makes_figures_where_nothing_is_compared(tmp_path, monkeypatch):
+    row = row_of(Cell("on-policy", LEARNING_RATE, "p3o", 0), [0.4, 0.9, 0.9, 0.9])
+    (tmp_path / "mismatch.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path)])
+    plot.main()
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"scores", "greedy"}
+    assert "No setting has two seeds" in (tmp_path / "mismatch.md").read_text()
+
+
+def test_without_runs_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path)])
     with pytest.raises(SystemExit, match="has no runs"):
         plot.main()
 
 
-def test_what_is_committed_and_the_table_of_the_readme_are_of_the_committed_runs():
-    runs = plot.load(plot.RESULTS / "mismatch.jsonl")
-    assert (plot.RESULTS / "mismatch.md").read_text() == plot.tables(runs)
-    readme = (mismatch.ROOT / "README.md").read_text()
-    shown = plot.table(runs, plot.compared(runs), mismatch.SHOWN_OBJECTIVES, plot.final)
-    assert "\n".join(shown) in readme
+def test_every_run_of_a_panel_is_a_dot_at_its_score(some_runs):
+    runs = tables.load(some_runs / "mismatch.jsonl")
+    figure, axis = plot.plt.subplots()
+    temperatures = plot.PANELS[0]
+    plot.draw_panel(axis, temperatures, runs, mismatch.score)
+    dots = [
+        (round(float(x)), round(float(y), 3))
+        for collection in axis.collections
+        if isinstance(collection, plot.plt.matplotlib.collections.PathCollection)
+        for x, y in collection.get_offsets()
+    ]
+    plot.plt.close(figure)
+    # T = 1.4 is the fifth of the temperatures. gspo is not one of MAIN.
+    expected = [0.8, 0.6, 0.7, 0.1, 0.4, 0.2, 0.3, 0.0]
+    assert sorted(dots) == sorted((4, score) for score in expected)
+
+
+def test_the_settings_drawn_by_step_are_the_six_where_objectives_differ_most():
+    runs = {}
+    for number in range(8):  # apart by 0.0, 0.1, ..., 0.7
+        setting = Setting(f"setting {number}", LEARNING_RATE)
+        cells = [Cell(*setting, objective, 0) for objective in ("p3o", "grpo 0.2")]
+        runs[setting] = {
+            "p3o": [row_of(cells[0], 4 * [0.8])],
+            "grpo 0.2": [row_of(cells[1], 4 * [0.8 - number / 10])],
+        }
+    alone = Setting("P3O alone", LEARNING_RATE)
+    runs[alone] = {"p3o": [row_of(Cell(*alone, "p3o", 0), 4 * [0.1])]}
+    chosen = plot.most_different(runs, list(MAIN))
+    assert [setting.mismatch for setting in chosen] == [
+        f"setting {number}" for number in range(2, 8)
+    ]
+
+
+def test_every_mismatch_is_in_a_panel_and_every_objective_has_a_color():
+    drawn = {name for panel in plot.PANELS for name in panel.label_of}
+    assert drawn == {*MISMATCHES}
+    assert {*MAIN, *OTHERS} <= COLORS.keys()
+    # Two that stand in one figure are never the same.
+    assert len({COLORS[name] for name in [*MAIN, *OTHERS]}) == len({*MAIN, *OTHERS})

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from experiments import memory
+from experiments.bench import kl_on_paper
 from experiments.memory import (
     GB,
     Memory,
@@ -20,8 +21,9 @@ from experiments.memory import (
 from loss import kl_divergence, p3o_loss
 from policy import build_policy
 from rollout import Rollouts
+from support.checks import check_run
 from support.flags import Refused, parse_flags
-from train import Config, check_config
+from train import Config
 
 # The public dimensions of the hub's models.
 CONFIGS = Path(__file__).parent / "data/configs"
@@ -226,6 +228,13 @@ def test_rollouts_take_12_bytes_for_a_listed_token():
     assert nbytes(with_20) - nbytes(without) == positions * 20 * memory.TOP_BYTES
 
 
+def test_the_benchmark_counts_a_long_response_of_a_large_vocabulary_on_paper():
+    """4,096 tokens x 20 or 151,936 listed ones x 12 bytes: 1 MB or 7.5 GB."""
+    found = kl_on_paper()
+    assert found["K = 20"]["bytes in the rollouts"] == 983_040
+    assert found["K = vocabulary"]["bytes in the rollouts"] == 7_467_958_272
+
+
 def test_kv_cache_of_the_engine(build_engine):
     """vLLM makes as many blocks of tokens as fit, or one less."""
     engine = build_engine(kv_cache_gb=0.125)
@@ -250,16 +259,17 @@ def test_recipe(path, monkeypatch):
     ranks = RANKS.get(path.stem, 8)
     cfg = recipe(path, ranks)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    check_config(cfg)
+    check_run(cfg)
     assert cfg.prompts_per_step % (ranks * cfg.minibatches) == 0
     assert cfg.save_every < cfg.steps
     assert cfg.warmup_steps < cfg.steps
     text = path.read_text()
     assert "nverified on a GPU" in text
-    # The table in its comments is what memory.py prints of the same dimensions.
+    # The table at the end of its first comment is what memory.py prints.
     table = report(cfg).replace(f"{CONFIGS}/", "Qwen/").splitlines()
-    comments = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    assert comments[-len(table) :] == table
+    first_comment, _ = text.split("\n\n", maxsplit=1)
+    lines = [line.removeprefix("# ") for line in first_comment.splitlines()]
+    assert lines[-len(table) :] == table
     # It fits with a margin beside the reserve.
     counted = memory_of(cfg, ranks, "cuda")
     largest = max(sum(parts.values()) for parts in counted.phases().values())
@@ -309,7 +319,12 @@ def test_with_fp8_rollouts_a_second_engine_is_there_in_every_phase(device):
 
 def test_listed_tokens_are_counted_in_the_update_and_in_main_memory():
     """20 tokens at each of 8 x 4 x 64 = 2,048 places of B, on one rank."""
-    sizes = {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64}
+    sizes = {
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "max_response_tokens": 64,
+        "minibatches": 1,
+    }
     counted = memory_of(Config(**sizes, lag=1))
     update = counted.update()
     # 12 bytes in the batch, and 4 for log pi_theta.

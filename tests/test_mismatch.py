@@ -1,146 +1,158 @@
-"""Each source of mismatch, on real engines: it is there, it follows the weights, e_B sees it."""
+"""Each source of mismatch, on real engines: it is there, it follows the weights, and
+e_B sees it. And experiments/meter.py, which measures it."""
 
-import functools
-import runpy
-from pathlib import Path
+import copy
 
 import pytest
 import torch
 from conftest import KEPT
 
 from experiments import meter
-from experiments.meter import measure, most_off
+from experiments.kl_tightness import TightnessConfig, kl_and_gradient, tightness
+from experiments.meter import (
+    kl_by_listed_tokens,
+    measure,
+    most_off,
+    score_rollouts,
+)
 from loss import effective_sample_size
 from policy import Policy
-from rollout import fp8_round
-
-ROOT = Path(__file__).parents[1]
+from rollout import Engine
+from support.flags import Refused
 
 
 def log_ratio(model, rollouts):
     """log rho [N, T] of the trainer's float32 forward pass at temperature 1."""
-    with torch.no_grad():
-        return Policy(model)(rollouts) - rollouts.logp_behavior
+    logp, _ = score_rollouts(Policy(model), rollouts)
+    return logp - rollouts.logp_behavior
+
+
+def mean_mismatch(model, rollouts):
+    """The mean |log rho|, in nats a token."""
+    return log_ratio(model, rollouts).abs()[rollouts.mask].mean().item()
 
 
 def lost(model, rollouts):
     """1 - e_B: the share of the batch that the mismatch costs."""
-    return 1 - effective_sample_size(log_ratio(model, rollouts), rollouts.mask).item()
+    ratios = log_ratio(model, rollouts)
+    return 1 - effective_sample_size(ratios, rollouts.mask).item()
 
 
 def sample(engine, prompts, **sampling):
-    seeds = [2 * i for i in range(len(prompts))]
+    """Two responses to each prompt, always with the same noise."""
+    seeds = [2 * prompt for prompt in range(len(prompts))]
     return engine.sample(prompts, 2, seeds, max_tokens=64, **sampling)
 
 
-@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_emulated"])
-def test_behavior_log_probabilities_are_those_of_the_fp8_engine_and_follow_a_sync(
-    quantization, build_engine, engine, policy, prompts
-):
-    # "fp8_per_channel" computes in bfloat16: so does the engine that it is compared with.
-    dtype = "bfloat16" if quantization == "fp8_per_channel" else "float32"
-    plain, fp8 = build_engine(dtype=dtype), build_engine(dtype=dtype, quantization=quantization)
-    for version in "1", "2":
-        for either in plain, fp8:
-            either.load_weights(policy.state_dict().items(), version)
-        unquantized, quantized = sample(plain, prompts[:32]), sample(fp8, prompts[:32])
-        assert quantized.weight_version == version
-        # Measured: 5e-5 beside 3e-6 of bfloat16, emulated 1e-5 beside 1e-13 of float32; with the
-        # noise below, 7e-4 beside 3e-5, and 4e-4 beside 5e-13 ...
-        assert lost(policy, quantized) > 10 * lost(policy, unquantized)
-        assert lost(policy, quantized) > 1e-5
-        # ... and |log rho| 0.001 to 0.005, little beside the noise: these are the synced weights.
-        assert log_ratio(policy, quantized).abs()[quantized.mask].mean() < 0.01
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(0)
-            for p in policy.parameters():
-                p.add_(0.02 * torch.randn(p.shape, generator=generator))
-        assert log_ratio(policy, quantized).abs()[quantized.mask].mean() > 0.05
+def with_noise(model):
+    """A copy of the policy, with normal noise of 0.02 on each weight."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)
+    return model
 
 
-def test_the_fp8_emulated_engine_is_the_policy_with_its_linear_layers_rounded(
+def test_log_pi_b_is_that_of_the_fp8_engine_and_follows_a_sync(
     build_engine, policy, prompts
 ):
-    fp8 = build_engine(quantization="fp8_emulated")
-    fp8.load_weights(policy.state_dict().items(), version="1")
-    rollouts = sample(fp8, prompts[:32])
-    before = log_ratio(policy, rollouts).abs()[rollouts.mask].max()
-    for layer in policy.model.layers.modules():  # neither the embedding nor the head
-        if isinstance(layer, torch.nn.Linear):
-            layer.weight.data = fp8_round(layer.weight.data)
-    assert log_ratio(policy, rollouts).abs()[rollouts.mask].max() < 1e-4 < 1e-2 < before
+    # fp8_per_channel computes in bfloat16, and so does what it is compared with.
+    bf16 = build_engine(dtype="bfloat16")
+    fp8 = build_engine(dtype="bfloat16", quantization="fp8_per_channel")
+    changed = with_noise(policy)
+    for version, model in (("1", policy), ("2", changed)):
+        for engine in (bf16, fp8):
+            engine.load_weights(model.state_dict().items(), version)
+        unquantized = sample(bf16, prompts[:32])
+        quantized = sample(fp8, prompts[:32])
+        assert quantized.weight_version == version
+        # Rounding to fp8 is there, and it is more than rounding to bfloat16 ...
+        assert lost(model, quantized) > 1e-5
+        assert lost(model, quantized) > 10 * lost(model, unquantized)
+        # ... but little beside the noise: these are the weights of this sync.
+        other = changed if model is policy else policy
+        assert mean_mismatch(model, quantized) < 0.01
+        assert mean_mismatch(other, quantized) > 0.05
 
 
 def test_e_b_falls_with_the_distance_of_the_temperature_from_1(engine, policy, prompts):
-    cost = {
-        t: lost(policy, sample(engine, prompts[:32], temperature=t))
-        for t in (0.6, 0.8, 1.0, 1.2, 1.4)
-    }
-    # Measured: 0.25, 0.022, 1e-13, 0.008, 0.025
-    assert cost[1.0] < 1e-6 < 1e-3 < cost[0.8] < cost[0.6]
+    cost = {}
+    for temperature in (0.6, 0.8, 1.0, 1.2, 1.4):
+        rollouts = sample(engine, prompts[:32], temperature=temperature)
+        cost[temperature] = lost(policy, rollouts)
+    # Engine and trainer are both in float32. Measured: 0.024, 0.0034, 1e-13, 0.0029 and
+    # 0.0086.
+    assert cost[1.0] < 1e-9
+    assert 1e-3 < cost[0.8] < cost[0.6]
     assert 1e-3 < cost[1.2] < cost[1.4]
 
 
-def test_raw_log_probabilities_would_leave_e_b_blind_to_the_temperature(engine, policy, prompts):
-    # What vLLM records by default: the log-probabilities before the temperature.
-    from vllm import LLM, SamplingParams
+def test_raw_log_probabilities_would_leave_e_b_blind_to_the_temperature(
+    engine, policy, prompts, monkeypatch
+):
+    # vLLM's default: the log-probabilities before the temperature.
+    import vllm
 
-    raw = LLM("tiny", dtype="float32", distributed_executor_backend="external_launcher",
-              max_model_len=128, kv_cache_memory_bytes=2**28, enforce_eager=True,
-              max_num_batched_tokens=8192)  # fmt: skip
+    def raw_llm(model, **options):
+        return LLM(model, **options | {"logprobs_mode": "raw_logprobs"})
+
+    LLM = vllm.LLM
+    monkeypatch.setattr(vllm, "LLM", raw_llm)
+    raw = Engine("tiny", 128, dtype="float32")
     KEPT.append(raw)
     seen = sample(engine, prompts[:32], temperature=1.4)
-    outputs = raw.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts[:32]],
-        [SamplingParams(n=2, temperature=1.4, max_tokens=64, logprobs=0, flat_logprobs=True,
-                        seed=2 * i) for i in range(32)],
-        use_tqdm=False,
-    )  # fmt: skip
-    recorded = [r.logprobs.logprobs for output in outputs for r in output.outputs]
-    blind = torch.zeros_like(seen.logp_behavior)
-    for row, logps in enumerate(recorded):
-        assert len(logps) == seen.mask[row].sum()  # the very same samples
-        blind[row, : len(logps)] = torch.tensor(logps)
-    true_cost = lost(policy, seen)
-    seen.logp_behavior = blind
-    assert true_cost > 0.005 and lost(policy, seen) < 1e-6
+    blind = sample(raw, prompts[:32], temperature=1.4)
+    assert torch.equal(blind.tokens, seen.tokens)  # the very same samples
+    assert lost(policy, seen) > 1e-3
+    assert lost(policy, blind) < 1e-9
 
 
-def test_top_p_and_top_k_cost_what_they_cut_off(engine, policy, prompts):
-    # On what was sampled rho = S, the mass that was kept: below 1, and not the same everywhere.
-    for sampling in {"top_p": 0.8}, {"top_k": 2}:
-        rollouts = sample(engine, prompts[:32], **sampling)
-        ratio = log_ratio(policy, rollouts)
-        assert ratio[rollouts.mask].max() < 1e-4
-        assert lost(policy, rollouts) > 1e-3  # 0.003 and 0.002; without them 1e-13
+@pytest.mark.parametrize("sampling", [{"top_p": 0.8}, {"top_k": 2}], ids=str)
+def test_top_p_and_top_k_cost_what_they_cut_off(engine, policy, prompts, sampling):
+    """On what was sampled rho is the mass that was kept: not the same everywhere."""
+    rollouts = sample(engine, prompts[:32], **sampling)
+    ratios = log_ratio(policy, rollouts)
+    assert ratios[rollouts.mask].max() < 1e-4
+    assert lost(policy, rollouts) > 1e-3  # measured: 0.0014 and 0.0036
 
 
-def test_lag_uses_a_batch_exactly_so_many_steps_after_it_was_sampled_and_e_b_sees_it(train_here):
-    flags = "--lag=2 --steps=5 --prompts_per_step=8 --learning_rate=2e-3 --warmup_steps=0"
-    rows = train_here(*flags.split())[1:]
-    # Step s uses the weights of max(0, s - 1 - 2): two batches are sampled before the first update.
-    assert [row["weight_version"] for row in rows] == ["0", "0", "0", "1", "2"]
-    assert rows[0]["ess"] > 0.9999  # sampled before any update, used for the first
-    assert all(row["ess"] < 0.99 for row in rows[2:])  # 0.983 after one update
+def test_lag_uses_a_batch_so_many_steps_after_it_was_sampled_and_e_b_sees_it(
+    train_here,
+):
+    before, *steps = train_here(
+        *("--lag=2", "--steps=5", "--prompts_per_step=8"),
+        *("--learning_rate=2e-3", "--warmup_steps=0"),
+    )
+    # Step s uses the weights after step s - 1 - 2, or the first ones.
+    assert [row["weight_version"] for row in steps] == ["0", "0", "0", "1", "2"]
+    assert steps[0]["ess"] > 0.9999  # the first update follows its sampling
+    assert all(row["ess"] < 0.99 for row in steps[2:])
 
 
 @pytest.mark.parametrize("passes, minibatches", [(3, 1), (1, 3), (2, 2)])
 def test_passes_and_minibatches_make_a_batch_stale_while_it_is_used(
     train_here, passes, minibatches
 ):
-    flags = f"--passes={passes} --minibatches={minibatches} --steps=2 --prompts_per_step=9"
-    rows = train_here(*flags.split(), "--learning_rate=2e-3", "--warmup_steps=0")
-    for row in rows[1:]:
-        assert row["mismatch_mean"] < 0.01  # before the first update
-        assert row["ess_min"] < 0.99  # at the last; measured: 3 passes 0.94, 3 minibatches 0.19
+    before, *steps = train_here(
+        *(f"--passes={passes}", f"--minibatches={minibatches}"),
+        *("--steps=2", "--prompts_per_step=9"),
+        *("--learning_rate=2e-3", "--warmup_steps=0"),
+    )
+    for row in steps:
+        assert row["mismatch_mean"] < 0.01  # before its first update
+        assert row["ess_min"] < 0.99  # at its last
 
 
 def test_held_out_accuracy_is_that_of_the_policy_not_of_its_fp8_copy(train_here):
-    # Before training the policy is the same, and so are its samples.
-    flags = "--steps=1", "--prompts_per_step=4", "--rollout_dtype=float32"
-    plain, fp8 = train_here(*flags), train_here(*flags, "--rollout_quantization=fp8_emulated")
-    assert fp8[0]["heldout_pass@1"] == plain[0]["heldout_pass@1"]
-    assert fp8[1]["mismatch_mean"] > 10 * plain[1]["mismatch_mean"]  # the samples it learns from
+    # Before training the policy is the same, and so are its samples in bfloat16.
+    flags = ("--steps=1", "--prompts_per_step=4")
+    plain = train_here(*flags)
+    fp8 = train_here(*flags, "--rollout_quantization=fp8_per_channel")
+    for accuracy in ("heldout_pass@1", "heldout_greedy"):
+        assert fp8[0][accuracy] == plain[0][accuracy]
+    # What it learns from is the copy's.
+    assert fp8[1]["mismatch_mean"] > 2 * plain[1]["mismatch_mean"]
 
 
 def test_the_meter_gives_the_numbers_of_a_batch_that_can_be_done_by_hand():
@@ -151,42 +163,100 @@ def test_the_meter_gives_the_numbers_of_a_batch_that_can_be_done_by_hand():
     assert found["e_B"] == pytest.approx(6 / 7)
     assert found["rho q50"] == pytest.approx(2)
     assert found["max |log rho|"] == pytest.approx(1.0986123)  # log 3
+    # mean of rho log rho - rho + 1 = (0 + 0.386294 + 1.295837) / 3
+    assert found["KL, sampled token"] == pytest.approx(0.560710, rel=1e-5)
+
+
+def test_the_meter_gives_the_kl_by_hand_for_each_k_that_the_engine_lists():
+    """pi = (1/2, 1/4, 1/8, 1/16, 1/16), pi_b has 1/4 and 1/2 first: K = 1 and 5."""
+    pi = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]])
+    pi_b = torch.tensor([[0.25, 0.5, 0.125, 0.0625, 0.0625]])
+    found = kl_by_listed_tokens(pi.log(), pi_b.log(), restrict=False)
+    assert list(found) == [1, 5]  # not 20
+    # 1/2 log 2 + 1/2 log(2/3) and 1/2 log 2 + 1/4 log(1/2), in nats
+    assert found[1] == pytest.approx(0.143841, rel=1e-4)
+    assert found[5] == pytest.approx(0.173287, rel=1e-4)
+
+
+def test_the_meter_restricts_the_kl_to_the_support_of_top_k():
+    """pi_b = (1/2, 1/2) after top-k 2; pi_theta on these tokens is (3/4, 1/4)."""
+    pi = torch.tensor([[0.6, 0.2, 0.1, 0.05, 0.05]])
+    pi_b = torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0]])
+    found = kl_by_listed_tokens(pi.log(), pi_b.log(), restrict=True)
+    # 3/4 log(3/2) + 1/4 log(1/2)
+    assert found[5] == pytest.approx(0.130812, rel=1e-4)
 
 
 def test_the_meter_names_the_tokens_that_are_off_most(engine, policy, prompts):
     rollouts = sample(engine, prompts[:64], temperature=1.4)
     worst = most_off(rollouts, log_ratio(policy, rollouts))
     assert worst == sorted(worst, reverse=True)
-    assert all(count >= 10 for _, count, _ in worst)
-    # ';' is written with probability 0.3: it depends on the temperature; '=' is certain.
-    by_token = {engine.tokenizer.decode([token]): off for off, _, token in worst}
+    assert all(samples >= 10 for _, samples, _ in worst)
+    by_token = {
+        engine.tokenizer.decode([token]): mismatch for mismatch, _, token in worst
+    }
+    # ';' is a rare choice, which depends on the temperature; '=' is certain.
     assert by_token[";"] > 0.1 > by_token["="]
 
 
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        ("--model=nowhere", "no model at 'nowhere'"),
-        ("--prompts=nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
-        ("--prompts=tiny/config.json", "tiny/config.json"),
-        ("--temperature=3", "a temperature of 0.01 to 2"),
-        ("--top_p=1.5", "a top_p of at most 1"),
-        ("--top_k=-1", "top_k is -1: it has to be 0 or more"),
-        ("--responses=0", "responses and max_response_tokens have to be positive"),
-        ("--max_response_tokens=1000", "of at most 128 tokens"),
+        (["--model=nowhere"], "no model at 'nowhere'"),
+        (["--task=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--temperature=3"], "temperature is '3'"),
+        (["--top_p=1.5"], "top_p is '1.5'"),
+        (["--top_k=-1"], "top_k is '-1'"),
+        (["--responses=0"], "responses is '0'"),
+        (["--max_response_tokens=1000"], "no room for a response"),
     ],
 )
-def test_the_meter_says_in_a_sentence_what_it_cannot_do(flags, reason, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["rollout.py", flags])
-    with pytest.raises(SystemExit, match="2"):
+def test_the_meter_says_in_a_sentence_what_it_cannot_do(flags, reason, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["meter.py", *flags])
+    with pytest.raises(Refused, match=reason) as refusal:
         meter.main()
-    assert reason in capsys.readouterr().err.splitlines()[-1]
+    assert "\n" not in str(refusal.value)
 
 
-def test_rollout_py_is_the_meter_and_prints_e_b_quantiles_kl_and_tokens(run_here, capsys):
-    rollout_py = functools.partial(runpy.run_path, str(ROOT / "rollout.py"), run_name="__main__")
-    run_here(meter, "--responses=32", "--temperature=1.2", main=rollout_py)
+def test_the_meter_prints_e_b_quantiles_kl_and_tokens(run_here, capsys):
+    run_here(meter, "--responses=32", "--temperature=1.2")
     printed = capsys.readouterr().out
-    for name in "e_B", "mean |log rho|", "KL", "rho q99", "most off":
-        assert name in printed
-    assert 0.9 < float(printed.split("e_B")[1].split()[0]) < 0.999
+    values = {}
+    for line in printed.splitlines()[1:]:
+        if not line.startswith(("most off", "  ")):
+            values[line[:20].strip()] = float(line[20:])
+    assert 0.9 < values["e_B"] < 0.9999
+    assert values["rho q1"] < values["rho q50"] < values["rho q99"]
+    # The bound grows with K, and K = 20 is the whole vocabulary of tiny.
+    assert 0 < values["KL, K = 1"] < values["KL, K = 5"] < values["KL, K = 20"]
+    assert "most off" in printed
+
+
+def test_the_kl_and_its_gradient_are_those_of_a_softmax():
+    """d KL / d logit v = pi(v) (log(pi(v) / pi_b(v)) - KL)."""
+    generator = torch.Generator().manual_seed(0)
+    logp, logp_behavior = (
+        torch.randn(3, 7, generator=generator).double().log_softmax(dim=-1)
+        for _ in range(2)
+    )
+    kl, gradient = kl_and_gradient(logp, logp_behavior, listed=7)
+    log_ratio = logp - logp_behavior
+    expected = (logp.exp() * log_ratio).sum(dim=-1)
+    torch.testing.assert_close(kl, expected)
+    torch.testing.assert_close(gradient, logp.exp() * (log_ratio - expected[:, None]))
+
+
+def test_the_bound_is_tighter_with_more_tokens_and_exact_with_all_of_tiny(
+    engine, policy, prompts
+):
+    cfg = TightnessConfig(model="tiny", task="tiny", prompts=16, max_response_tokens=48)
+    found = tightness(engine, Policy(policy), prompts[:16], 1.4, cfg)
+    shares = [found["K"][listed]["share of the KL"] for listed in (1, 5, 20)]
+    assert 0 < shares[0] < shares[1] < shares[2]
+    assert shares[2] == pytest.approx(1, abs=1e-6)
+    errors = [found["K"][listed]["error of the gradient"] for listed in (1, 5, 20)]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-6
+    # The sampled tokens tell the same, within four standard errors.
+    difference = found["KL from the sampled token"] - found["KL"]
+    assert abs(difference) < 4 * found["its standard error"]

@@ -50,7 +50,8 @@ def test_every_file_that_a_document_names_is_there(document):
     links = re.findall(r"\]\(([\w./-]+)\)", text)
     missing += [path for path in links if not (document.parent / path).exists()]
     assert missing == []
-    assert len(in_code) + len(links) >= 2
+    if document == README:
+        assert len(in_code) + len(links) >= 15
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))

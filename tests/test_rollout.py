@@ -225,7 +225,7 @@ def test_with_the_whole_vocabulary_the_kl_and_its_gradient_are_those_of_the_full
     gradient = gradient_vector(kl.mean(), float32)
     expected_gradient = gradient_vector(expected.mean(), pi_theta)
     error = (gradient - expected_gradient).norm() / expected_gradient.norm()
-    assert error < 1e-3
+    assert error < 1e-4
 
 
 def test_with_three_tokens_the_kl_is_that_of_three_and_one_bucket_a_lower_bound(
@@ -279,7 +279,7 @@ def test_under_top_p_or_top_k_the_kl_is_that_of_both_policies_on_the_support(
     gradient = gradient_vector(kl.mean(), float32)
     expected_gradient = gradient_vector(expected.mean(), pi_theta)
     error = (gradient - expected_gradient).norm() / expected_gradient.norm()
-    assert error < 1e-3
+    assert error < 1e-4
 
 
 @pytest.mark.parametrize("top_p, top_k", [(0.8, 0), (1.0, 2)])

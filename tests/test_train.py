@@ -35,14 +35,13 @@ from loss import OBJECTIVES, Batch, effective_sample_size
 from policy import Policy, build_policy
 from reward import load_task
 from rollout import Engine, Rollouts, noise_seeds
+from support.checks import check_on_policy, check_run
 from support.flags import Refused
 from train import (
     Config,
     accumulate_gradient,
-    check_config,
-    check_on_policy,
     problems_of_step,
-    statistics_of,
+    ratio_statistics,
     update,
     weights_that_sample,
 )
@@ -508,7 +507,7 @@ def rounding_noise() -> torch.Tensor:
 def test_one_outlier_does_not_end_a_healthy_run():
     log_ratio = rounding_noise()
     log_ratio[0] = 8.0
-    stats = statistics_of(batch_of(log_ratio))
+    stats = ratio_statistics(batch_of(log_ratio))
     # One ratio of e^8 = 2981 among 999 of 1: e_B = (3.98)^2 / 8887 = 0.0018, and the
     # mean ratio is 3.98. Without the outer 1% at each end both are near 1.
     assert stats["ess"] == pytest.approx(0.0018, rel=0.02)
@@ -531,7 +530,7 @@ def test_one_outlier_does_not_end_a_healthy_run():
 def test_a_batch_that_should_be_on_policy_and_is_not_ends_a_run_in_its_first_step(
     log_ratio, group, capsys
 ):
-    stats = statistics_of(batch_of(log_ratio))
+    stats = ratio_statistics(batch_of(log_ratio))
     with pytest.raises(Refused, match="step 1: a batch that should be on-policy"):
         check_on_policy(Config(), stats, step=1, first=True)
     # Later there is something to lose.
@@ -552,7 +551,7 @@ def test_a_batch_that_should_be_on_policy_and_is_not_ends_a_run_in_its_first_ste
     ],
 )
 def test_a_batch_that_should_be_off_policy_is_not_complained_of(planned, capsys):
-    stats = statistics_of(batch_of(torch.full([1000], math.log(0.02))))
+    stats = ratio_statistics(batch_of(torch.full([1000], math.log(0.02))))
     check_on_policy(Config(**planned), stats, step=1, first=True)
     check_on_policy(Config(**planned), stats, step=7, first=False)
     assert capsys.readouterr().err == ""
@@ -606,7 +605,7 @@ def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_we
             load_weights(engine, weights, version)
 
     monkeypatch.setattr(Engine, "load_weights", forgetful)
-    sentence = "step 3: a batch was sampled by weights 1, not by weights 2"
+    sentence = "step 3: the batch is of weights 1, not of weights 2"
     with pytest.raises(Refused, match=sentence):
         train_here("--steps=4", "--prompts_per_step=4")
 
@@ -627,9 +626,9 @@ def test_a_number_that_is_not_finite_stops_the_run_with_step_rank_and_response(
             objective=OBJECTIVES["p3o"],
             cfg=Config(prompts_per_step=2, group_size=2),
             step=7,
-            first=False,
+            is_first=False,
         )
-    assert str(error.value).startswith("step 7, rank 0: |log rho| is over 82.0 nats")
+    assert str(error.value).startswith("rank 0: |log rho| is over 82.0 nats")
     assert repr(rollouts.text[2]) in str(error.value)
 
 
@@ -693,7 +692,7 @@ def test_a_bad_task_file_is_named_with_its_line(lines, sentence, tmp_path, monke
 def test_the_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Refused, match="holds another run"):
-        check_config(Config(out_dir=str(tmp_path)))
+        check_run(Config(out_dir=str(tmp_path)))
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
