@@ -49,8 +49,8 @@ class Rollouts:
     def rows(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
         """These responses on this device, without the padding that only others need.
 
-        Without rows it is one of padding alone: under FSDP a rank that has nothing to
-        do in a forward pass has to take part in it.
+        For no rows it is response 0 with a mask that is False everywhere: under FSDP a
+        rank that has nothing to do in a forward pass has to take part in it.
         """
         if not rows:
             padding = self.rows([0], device)
