@@ -52,8 +52,8 @@ class Rollouts:
     def rows(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
         """These responses on this device, without the padding that only others need.
 
-        Without rows it is one of padding alone: under FSDP a rank that has nothing to
-        do in a forward pass has to take part in it.
+        For no rows it is response 0 with a mask that is False everywhere: under FSDP a
+        rank that has nothing to do in a forward pass has to take part in it.
         """
         if not rows:
             padding = self.rows([0], device)
@@ -327,6 +327,7 @@ class Engine:
         tied head. vLLM gets copies, so each may be freed when the next one is asked
         for. Raises Refused where a layer got nothing, or less than in the first call.
         """
+        from vllm import distributed
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
@@ -337,17 +338,28 @@ class Engine:
         self.incomplete.empty.clear()
         self.incomplete.partial.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
+        # A rank's part of a small vocabulary may be padding alone, which gets nothing:
+        # a layer is forgotten if no rank that shares this engine got a part of it.
+        # A layer that vLLM has padded never gets all; the first sync tells which.
         partial = Counter(self.incomplete.partial)
-        if self.padded_layers is None:
-            # A layer that vLLM has padded, such as a vocabulary, never gets all.
-            self.padded_layers = partial
-        lacking = Counter(self.incomplete.empty) + (partial - self.padded_layers)
-        if lacking:
+        padded = partial if self.padded_layers is None else self.padded_layers
+        sharing = distributed.get_tp_group()
+        of_ranks: list = [None] * sharing.world_size
+        dist.all_gather_object(
+            of_ranks,
+            (set(self.incomplete.empty), set(partial - padded)),
+            sharing.cpu_group,
+        )
+        forgotten = set.intersection(*[empty for empty, _ in of_ranks])
+        incomplete = set.union(*[partial for _, partial in of_ranks])
+        if forgotten or incomplete:
+            what = "brought nothing to" if forgotten else "left out a part of"
+            layers = ", ".join(sorted(forgotten or incomplete))
             raise Refused(
-                f"the sync to weights {version!r} left out all or a part of the "
-                f"engine's {', '.join(sorted(lacking))}: are all names of the "
-                "state_dict there, the tied head's too?"
+                f"the sync to weights {version!r} {what} a {layers} of the engine: are "
+                "all names of the state_dict there, the tied head's too?"
             )
+        self.padded_layers = padded
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.update_weight_version(version)

@@ -1,9 +1,9 @@
 """What engine and trainer do on this machine's GPUs: mismatch, memory and speed.
 
     make gpu-check
-    torchrun --standalone experiments/gpu_check.py --model Qwen/Qwen2.5-1.5B-Instruct \
+    torchrun --standalone experiments/gpu_check.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --prompts_per_step 64 --max_response_tokens 256 --kv_cache_gb 8
-    torchrun --nproc-per-node 8 experiments/gpu_check.py \
+    torchrun --nproc-per-node 8 experiments/gpu_check.py \\
         --config recipes/gsm8k-8gpu.yaml
 
 It runs two steps of train.py's loop, of one update each, with any flags of train.py and
@@ -35,16 +35,9 @@ from experiments.memory import GB
 from loss import OBJECTIVES, Objective, group_advantage
 from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
-from support.flags import Refused, find_objective, parse_flags
-from support.prompts import check_model
-from train import (
-    Config,
-    accumulate_gradient,
-    check_config,
-    check_on_policy,
-    load_problems,
-    sample_step,
-)
+from support.checks import check_on_policy, check_run
+from support.flags import OneRankFailed, Refused, find_objective, parse_flags
+from train import Config, Data, accumulate_gradient, load_data, sample_step
 
 CUDA = torch.cuda.is_available()
 # Dense bf16 TFLOP/s by data sheet. The names are whole: an H100 PCIe is slower than an
@@ -176,20 +169,8 @@ def memory_now() -> Row:
     }
 
 
-def load_prompts(cfg: CheckConfig) -> list[list[int]]:
-    """The prompts to learn from, as token ids. Raises Refused."""
-    try:
-        tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
-        room = cfg.max_prompt_tokens or context - cfg.max_response_tokens
-        return load_problems(cfg, "train", tokenizer, room).prompts
-    except ValueError as error:
-        raise Refused(str(error)) from error
-
-
-def check_engine(cfg: CheckConfig, objective: Objective) -> dict[str, Any]:
+def check_engine(cfg: CheckConfig, data: Data, objective: Objective) -> dict[str, Any]:
     """Two steps of the loop with the engine of cfg, by all ranks together."""
-    prompts = load_prompts(cfg)
-    longest = max(len(prompt) for prompt in prompts) + cfg.max_response_tokens
     mesh = init_distributed()
     world = dist.get_world_size()
     phases: dict[str, Row] = {}
@@ -197,7 +178,7 @@ def check_engine(cfg: CheckConfig, objective: Objective) -> dict[str, Any]:
     with phase(phases, "engine loaded"):
         engine = Engine(
             cfg.model,
-            longest,
+            data.longest,
             tp=cfg.rollout_tp,
             quantization=cfg.rollout_quantization,
             dtype=cfg.rollout_dtype,
@@ -225,27 +206,27 @@ def check_engine(cfg: CheckConfig, objective: Objective) -> dict[str, Any]:
     with phase(phases, "sync 0"):
         engine.load_weights(full_weights(policy), version="0")
 
-    def gradient(rollouts: Rollouts) -> Row:
+    def gradient(rollouts: Rollouts, step: int) -> Row:
         rows = list(range(len(rollouts.text)))
-        stats = accumulate_gradient(policy, rollouts, rows, objective, cfg)
+        stats = accumulate_gradient(policy, rollouts, rows, objective, cfg, step)
         return {name: stats[name] for name in MISMATCH}
 
     for step, when in ((1, "as loaded"), (2, "after sync 1")):
         with phase(phases, f"rollout {step}"):
-            rollouts = sample_step(engine, cfg, step, prompts)
+            rollouts = sample_step(engine, cfg, step, data.train.prompts)
         engine.sleep()
         # Made up: the responses of a group have different rewards.
         reward = torch.arange(len(rollouts.text)).float().view(-1, cfg.group_size)
         rollouts.advantage = group_advantage(reward, cfg.scale_advantage).flatten()
         with phase(phases, f"update {step}"):
-            mismatch[when] = gradient(rollouts)
+            mismatch[when] = gradient(rollouts, step)
             torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
         if step == 1:
             # The changed policy on what the old weights sampled: what a sync that does
             # nothing would look like.
-            mismatch["without sync 1"] = gradient(rollouts)
+            mismatch["without sync 1"] = gradient(rollouts, step)
             optimizer.zero_grad()
         # After the last step too: vLLM does not close an engine that sleeps.
         with phase(phases, f"sync {step}"):
@@ -340,14 +321,14 @@ def main() -> None:
     cfg = parse_flags(CheckConfig)
     if is_first and not CUDA:
         print("The device is a CPU: this checks nothing of CUDA.\n", flush=True)
-    check_config(cfg)
+    check_run(cfg)
     objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
-    load_prompts(cfg)  # it refuses what cannot run, before an engine is built
+    data = load_data(cfg)
     if cfg.out:
         Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     if len(cfg.engines) == 1:
         cfg.rollout_quantization = cfg.engines[0]
-        results = check_engine(cfg, objective)
+        results = check_engine(cfg, data, objective)
     elif is_first:
         # It starts all ranks anew. The others that torchrun started have nothing to do.
         results = check_in_other_processes(cfg)
@@ -373,7 +354,9 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Refused, FloatingPointError) as error:
-        if os.environ.get("RANK", "0") == "0":
+    except (Refused, FloatingPointError, OneRankFailed) as error:
+        rank = int(os.environ.get("RANK", 0))
+        # All ranks refuse alike; only what one rank alone found out is its own to say.
+        if rank == 0 or isinstance(error, OneRankFailed):
             print(f"gpu_check.py: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

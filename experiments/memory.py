@@ -1,6 +1,6 @@
 """The memory that a run takes, phase by phase: arithmetic, before anything is loaded.
 
-    python experiments/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8 \
+    python experiments/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8 \\
         --device_gb 79
 
 It takes the flags of train.py, and of the model it reads config.json alone. Bytes are

@@ -203,20 +203,20 @@ def main() -> None:
     print(f"{len(rollouts.text)} responses, {token_count} tokens, {seconds:.0f} s")
     # The mean of -log pi_b over samples of pi_b.
     entropy = -rollouts.logp_behavior[rollouts.mask].mean().item()
-    print(f"{'entropy of pi_b':20}{entropy:10.5f}")
+    print(f"{'entropy of pi_b':20}{entropy:10.5g}")
     for name, value in measure(log_ratio, rollouts.mask).items():
-        print(f"{name:20}{value:10.5f}")
+        print(f"{name:20}{value:10.5g}")
     kl_by_k = kl_by_listed_tokens(
         top_logp[rollouts.mask],
         rollouts.top_logp_behavior[rollouts.mask],
         restrict=cfg.top_p < 1 or cfg.top_k > 0,
     )
     for listed, value in kl_by_k.items():
-        print(f"{f'KL, K = {listed}':20}{value:10.5f}")
+        print(f"{f'KL, K = {listed}':20}{value:10.5g}")
     print(f"most off ({OFTEN} samples or more)")
     for size, samples, token in most_off(rollouts, log_ratio)[:5]:
         text = repr(engine.tokenizer.decode([token]))
-        print(f"  {text:18}{size:10.5f}  mean |log rho| of {samples}")
+        print(f"  {text:18}{size:10.5g}  mean |log rho| of {samples}")
     engine.close()
 
 

@@ -115,7 +115,8 @@ def score(row: dict) -> float:
     if row["stopped"]:
         return 0.0
     accuracies = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
-    return sum(accuracies[-3:]) / 3
+    last = accuracies[-3:]
+    return sum(last) / len(last)
 
 
 def where_it_breaks(done: dict[Cell, dict]) -> list[str]:

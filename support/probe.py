@@ -22,8 +22,8 @@ RESPONSE_TOKENS = 32
 # off by nats.
 FACTOR = 5
 NATS = 0.1
-# At the start they are apart by 0.001 nats in bfloat16 and by 0.003 in fp8, with the
-# embedded policy.
+# How far they may be apart before the first step. No other check would see weights that
+# were wrong from the start in a run with lag, fp8 or another temperature.
 NATS_AT_START = 0.5
 
 
@@ -31,7 +31,7 @@ class SyncProbe:
     """Fixed texts, and how far engine and trainer were apart on them at the start.
 
     engine and policy are a rollout.Engine, awake and in sync, and a policy.Policy.
-    Raises Refused where they are no two copies of one model.
+    Raises Refused where they are not in sync.
     """
 
     def __init__(self, engine: Any, policy: Any, prompts: list[list[int]]) -> None:
@@ -42,9 +42,9 @@ class SyncProbe:
         self.at_start = self.distance(engine, policy)
         if not self.at_start <= NATS_AT_START:
             raise Refused(
-                f"before the first step, engine and trainer differ by "
+                "before the first step, engine and trainer differ by "
                 f"{self.at_start:.3f} nats a token on fixed texts: did the engine get "
-                "all weights, and does it know this kind of model?"
+                "all weights?"
             )
 
     def distance(self, engine: Any, policy: Any) -> float:

@@ -68,6 +68,8 @@ def watch_ranks() -> Callable[[], None]:
         if node_of_rank == node and rank != dist.get_rank()
     }
     is_over = threading.Event()
+    if not neighbors:
+        return is_over.set
 
     def watch() -> None:
         while not is_over.wait(WATCH_EVERY):

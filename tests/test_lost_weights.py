@@ -64,7 +64,9 @@ def synced(request, build_engine, group) -> tuple[Engine, Policy]:
 def test_a_sync_without_one_tensor_is_refused_however_little_it_changed(name, synced):
     engine, policy = synced
     assert name in dict(full_weights(policy))
-    with pytest.raises(Refused, match="the sync to weights '1' left out all or a part"):
+    with pytest.raises(
+        Refused, match="the sync to weights '1' (brought nothing to|left out)"
+    ):
         engine.load_weights(without(name, policy), version="1")
     engine.load_weights(full_weights(policy), version="1")
 

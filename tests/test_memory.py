@@ -21,8 +21,9 @@ from experiments.memory import (
 from loss import kl_divergence, p3o_loss
 from policy import build_policy
 from rollout import Rollouts
+from support.checks import check_run
 from support.flags import Refused, parse_flags
-from train import Config, check_config
+from train import Config
 
 # The public dimensions of the hub's models.
 CONFIGS = Path(__file__).parent / "data/configs"
@@ -258,7 +259,7 @@ def test_recipe(path, monkeypatch):
     ranks = RANKS.get(path.stem, 8)
     cfg = recipe(path, ranks)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    check_config(cfg)
+    check_run(cfg)
     assert cfg.prompts_per_step % (ranks * cfg.minibatches) == 0
     assert cfg.save_every < cfg.steps
     assert cfg.warmup_steps < cfg.steps
@@ -318,7 +319,12 @@ def test_with_fp8_rollouts_a_second_engine_is_there_in_every_phase(device):
 
 def test_listed_tokens_are_counted_in_the_update_and_in_main_memory():
     """20 tokens at each of 8 x 4 x 64 = 2,048 places of B, on one rank."""
-    sizes = {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64}
+    sizes = {
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "max_response_tokens": 64,
+        "minibatches": 1,
+    }
     counted = memory_of(Config(**sizes, lag=1))
     update = counted.update()
     # 12 bytes in the batch, and 4 for log pi_theta.

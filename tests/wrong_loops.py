@@ -358,7 +358,9 @@ MISTAKES: dict[str, Mistake] = {
         rollout.Engine.sample,
         "if not self.llm.reset_prefix_cache():",
         "if False:",
-        ["test_lost_weights.test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"],
+        [
+            "test_lost_weights.test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"
+        ],
     ),
     "the likeliest token's log pi_b": Mistake(
         rollout.Engine.as_rollouts,
