@@ -39,6 +39,7 @@ from support.flags import (
     parse_flags,
 )
 from support.prompts import Split, check_model, encode_problems
+from support.ranks import run
 from support.tasks import task_of
 
 # Resamples of the bootstrap: they move an end of an interval by about 1% of its width.
@@ -307,8 +308,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
-    except Refused as error:
-        sys.exit(f"eval.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+        sys.exit(run(main))
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; the same command goes on from the last chunk")

@@ -94,7 +94,7 @@ def build_policy(
     on CUDA and float32 on CPU.
     """
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32
+        model, dtype=torch.float32, trust_remote_code=False
     )
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()

@@ -177,7 +177,8 @@ class Engine:
         from vllm import LLM
 
         cuda = torch.cuda.is_available()
-        vocabulary = transformers.AutoConfig.from_pretrained(model).vocab_size
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        vocabulary = config.vocab_size
         self.top_logprobs = min(top_logprobs, vocabulary)
         self.dtype = getattr(torch, dtype)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
@@ -185,6 +186,7 @@ class Engine:
         with own_segments() if shares_memory else nullcontext():
             self.llm = LLM(
                 model,
+                trust_remote_code=False,
                 dtype=dtype,
                 quantization=None if quantization == "none" else quantization,
                 # In this process and in its process group.

@@ -70,7 +70,7 @@ from support.flags import (
 from support.log import Log
 from support.probe import PROBE_EVERY, SyncProbe
 from support.prompts import Split, check_model, encode_problems
-from support.ranks import catch_signals, is_lost_connection, say, watch_ranks
+from support.ranks import catch_signals, run, say, watch_ranks
 from support.tasks import task_of
 
 
@@ -752,14 +752,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
-    except (Refused, FloatingPointError, OneRankFailed, OSError) as error:
-        say(str(error))
-        sys.exit(1)
-    except RuntimeError as error:
-        if not is_lost_connection(error):
-            raise
-        say("another rank has ended, and so does this one: it says why, or was killed")
-        sys.exit(1)
+        sys.exit(run(main))
     except KeyboardInterrupt:  # before there was a step to finish
         sys.exit(130)

@@ -181,13 +181,17 @@ def gather_queue(queue: deque[Any], group_size: int) -> list[Any]:
 
 
 def on_rank_0(act: Callable[[], Any]) -> None:
-    """Have rank 0 do something with files. Raises its OSError on all ranks, too."""
+    """Have rank 0 do something with files; a collective. Where it cannot, OSError is
+    raised on all ranks.
+    """
     failure: list[OSError | None] = [None]
     if dist.get_rank() == 0:
         try:
             act()
         except OSError as error:
             failure = [error]
+        except Exception as error:  # safetensors and torch have errors of their own
+            failure = [OSError(str(error))]
     dist.broadcast_object_list(failure)
     if failure[0] is not None:
         raise failure[0]
@@ -288,7 +292,7 @@ def save_model(
     policy: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
     """A folder that transformers and vLLM load, there as a whole or not at all: a
-    collective.
+    collective. Raises Refused where it cannot be written.
     """
     rank = dist.get_rank()
     weights = {}
@@ -297,9 +301,15 @@ def save_model(
         whole = weight.full_tensor()
         if rank == 0:
             weights[name] = whole.cpu()
-    if rank == 0:
-        unfinished = folder.with_name(f"{folder.name}.new")
+    unfinished = folder.with_name(f"{folder.name}.new")
+
+    def write() -> None:
         policy.model.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
         unfinished.rename(folder)
+
+    try:
+        on_rank_0(write)
+    except OSError as error:
+        raise Refused(f"the model cannot be written to {folder}: {error}") from error

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from support.checkpoints import write_whole
-from support.flags import Refused
+from support.flags import OneRankFailed, Refused
 
 PHASES = ("rollout", "reward", "update", "sync")
 ACCURACIES = ("heldout_pass@1", "heldout_greedy")
@@ -166,19 +166,24 @@ class Log:
                 self.append("samples.jsonl", sample)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        with open(self.out / name, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with open(self.out / name, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise OneRankFailed(
+                f"{self.out / name} cannot be written: {error.strerror}"
+            ) from error
 
     def finish(self) -> None:
         """The final table and curves.png, from metrics.jsonl."""
         rows = [json.loads(line) for line in open(self.out / "metrics.jsonl")]
         before, after, steps = rows[0], rows[-1], rows[1:]
         if before["step"] > 0:
-            raise Refused(
-                f"{self.out}/metrics.jsonl begins at step {before['step']}, as the "
-                "file was removed during the run: there is no table and no curves.png, "
-                "but model/ is there"
+            print(
+                f"\n{self.out}/metrics.jsonl begins at step {before['step']}, as the "
+                "file was removed during the run: no table and no curves.png"
             )
+            return
         print(f"\n{'':24}  before   after")
         for name, title in zip(ACCURACIES, ("sampled", "greedy"), strict=True):
             print(f"held-out pass@1, {title:7}{before[name]:8.3f}{after[name]:8.3f}")

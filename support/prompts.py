@@ -28,8 +28,9 @@ def check_model(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, int]:
             f"no model at {model!r}: neither a folder nor a hub name, owner/name"
         )
     try:
-        config = AutoConfig.from_pretrained(model)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        # A model folder is data: code that it brings along is never run.
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"no model at {model!r}: {reason}") from error

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from support.flags import OneRankFailed, Refused
+
 # What torchrun and a shell send more than once for one wish comes within this time.
 ONE_WISH = 2.0  # seconds
 WATCH_EVERY = 1.0  # seconds
@@ -95,6 +97,23 @@ def is_alive(pid: int) -> bool:
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is not there any more."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def run(main: Callable[[], None]) -> int:
+    """A script's main; returns the exit status. What ends it is said in one sentence,
+    on every rank, if it is nothing that a traceback would tell more about.
+    """
+    try:
+        main()
+    except (Refused, FloatingPointError, OneRankFailed) as error:
+        say(str(error))
+        return 1
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        say("another rank has ended, and so does this one")
+        return 1
+    return 0
 
 
 def say(sentence: str) -> None:

@@ -28,7 +28,7 @@ import vllm
 from torch.distributed.checkpoint import FileSystemWriter
 
 import rollout
-from support.flags import Refused
+from support.ranks import run
 
 vllm.LLM, vllm.SamplingParams  # noqa: B018  (imported when they are looked at)
 
@@ -37,6 +37,8 @@ PHASES = {
     "rollout": (rollout.Engine, "sample"),
     # The gradient is there, and the optimizer's step is not.
     "update": (torch.nn.utils, "clip_grad_norm_"),
+    # The engine has the new weights, and its log line has not been written.
+    "sync": (rollout.Engine, "load_weights"),
     # The checkpoint's data are there, and their index is not.
     "save": (FileSystemWriter, "write_data"),
 }
@@ -68,28 +70,36 @@ def arm(number: int, phase: str, step: int) -> None:
     setattr(owner, name, struck)
 
 
+def begin_life(
+    flags: list[str],
+    blow: list | None,
+    output: Path,
+    environment: dict[str, str] | None = None,
+) -> int:
+    """Fork a run of train.py that prints into `output`; returns its process id."""
+    child = os.fork()
+    if child != 0:
+        return child
+    try:
+        os.environ.update(environment or {})
+        file = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.argv = ["train.py", *flags]
+        if blow is not None:
+            name, phase, step = blow
+            arm(getattr(signal, name), phase, step)
+        code = run(train.main)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 2
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def live(flags: list[str], blow: list | None, output: Path) -> int:
     """One run to its end; its exit code, or minus the signal that ended it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            file = os.open(output, os.O_WRONLY)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            sys.argv = ["train.py", *flags]
-            if blow is not None:
-                name, phase, step = blow
-                arm(getattr(signal, name), phase, step)
-            train.main()
-            code = 0
-        except Refused as error:
-            print(error)
-            code = 1
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            code = 2
-        sys.stdout.flush()
-        os._exit(code)
+    child = begin_life(flags, blow, output)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 

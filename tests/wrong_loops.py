@@ -53,6 +53,9 @@ class Mistake(NamedTuple):
 
 
 # Tests that several mistakes fail.
+EPOCHS = (
+    "test_train.test_an_epoch_has_every_problem_once_and_the_next_one_another_order"
+)
 OWN_ANSWER = "test_loop.test_a_response_is_compared_with_the_answer_to_its_own_prompt"
 OWN_GROUP = (
     "test_loop.test_the_advantage_of_a_response_is_within_the_group_of_its_own_prompt"
@@ -103,17 +106,13 @@ MISTAKES: dict[str, Mistake] = {
         train.problems_of_step,
         "first = (step - 1) * cfg.prompts_per_step",
         "first = (step - 1) // 2 * cfg.prompts_per_step",
-        [
-            "test_train.test_an_epoch_has_every_problem_once_and_the_next_one_another_order"
-        ],
+        [EPOCHS],
     ),
     "the same order in every epoch": Mistake(
         train.problems_of_step,
         "shuffled_epoch(cfg.seed, epoch, problem_count)",
         "shuffled_epoch(cfg.seed, 0, problem_count)",
-        [
-            "test_train.test_an_epoch_has_every_problem_once_and_the_next_one_another_order"
-        ],
+        [EPOCHS],
     ),
     "the same sampling noise in every step": Mistake(
         train.sample_step,

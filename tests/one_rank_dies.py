@@ -1,0 +1,80 @@
+"""Runs of two ranks, of which rank 1 is killed in the middle of a phase.
+
+    python tests/one_rank_dies.py FOLDER NODES PHASE ...
+
+NODES is 1 or 2: the ranks are on one node or each is on a node of its own. The phases
+are those of lives.py; rank 1 sends itself SIGKILL in the second step. No torchrun is
+there that would end the other one. Prints a JSON list, for each phase: {"code": rank
+0's exit code, "printed": what it printed, "seconds": how long it outlived rank 1}.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from lives import begin_life
+
+FLAGS = [
+    "--steps=4",
+    "--prompts_per_step=4",
+    "--eval_problems=8",
+    "--eval_every=0",
+    "--save_every=1",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environment_of(rank: int, nodes: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a rank."""
+    ranks_of_node = 2 // nodes
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank % ranks_of_node),
+        "LOCAL_WORLD_SIZE": str(ranks_of_node),
+        "GROUP_RANK": str(rank // ranks_of_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def outlive(folder: Path, nodes: int, phase: str) -> dict:
+    """A run of two ranks; what became of rank 0."""
+    port = free_port()
+    flags = [*FLAGS, f"--out_dir={folder / 'run'}"]
+    processes = []
+    for rank, blow in enumerate([None, ["SIGKILL", phase, 2]]):
+        environment = environment_of(rank, nodes, port)
+        output = folder / f"printed-{rank}"
+        processes.append(begin_life(flags, blow, output, environment))
+    rank_0, rank_1 = processes
+    _, status = os.waitpid(rank_1, 0)
+    assert os.waitstatus_to_exitcode(status) == -9, (folder / "printed-1").read_text()
+    killed_at = time.monotonic()
+    _, status = os.waitpid(rank_0, 0)
+    return {
+        "code": os.waitstatus_to_exitcode(status),
+        "printed": (folder / "printed-0").read_text(),
+        "seconds": time.monotonic() - killed_at,
+    }
+
+
+def main(folder: Path, nodes: int, phases: list[str]) -> None:
+    ends = []
+    for phase in phases:
+        of_phase = folder / phase
+        of_phase.mkdir()
+        ends.append(outlive(of_phase, nodes, phase))
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
