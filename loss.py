@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# e^82 * 82 is about the largest weight that a float32 gradient can hold.
+# The largest weight here, rho log rho of "is", fits a float32 gradient up to 84 nats.
 MAX_LOG_RATIO = 82.0  # nats
-# Probability below which the tokens that were not listed count as this much together.
+# The bucket of all tokens that are not listed counts as at least this probability.
 REST_FLOOR = 1e-5
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -47,7 +47,7 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
     deviation of the group. It is the sample's (n - 1) plus 1e-6, where the paper has
-    the population's: a factor of 1.07 at G = 8. A group of equal rewards has advantage
+    the population's, so it is 1.07 times smaller at G = 8. Equal rewards have advantage
     0. ValueError for a group of one, which has nothing to be compared with.
     """
     if reward.shape[-1] < 2:
@@ -142,7 +142,7 @@ def p3o_loss(
     token_count: int | None = None,
     kl_estimator: str = "is",
 ) -> Loss:
-    """P3O (12). It has no hyper-parameters.
+    """P3O (12). It has no hyper-parameter; kl_estimator matters only without kl.
 
     logp [N, T], log pi_theta of the sampled tokens, carries the gradient; logp_behavior
     is [N, T]; advantage [N] or [N, T]; mask [N, T]. kl [N, T] is the KL at each

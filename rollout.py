@@ -49,8 +49,8 @@ class Rollouts:
     def rows(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
         """These responses on this device, without the padding that only others need.
 
-        Without rows it is one of padding alone: under FSDP a rank that has nothing to
-        do in a forward pass has to take part in it.
+        For no rows it is response 0 with a mask that is False everywhere: under FSDP a
+        rank that has nothing to do in a forward pass has to take part in it.
         """
         if not rows:
             padding = self.rows([0], device)
@@ -316,6 +316,7 @@ class Engine:
         tied head. vLLM gets copies, so each may be freed when the next one is asked
         for. Raises Refused where a layer got nothing, and still has its old weights.
         """
+        from vllm import distributed
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
@@ -325,8 +326,16 @@ class Engine:
             self.llm.wake_up(tags=["weights"])
         self.without_weights.layers.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
-        if self.without_weights.layers:
-            layers = ", ".join(sorted(set(self.without_weights.layers)))
+        # A rank's part of a small vocabulary may be padding alone, which gets nothing.
+        # A layer is forgotten if no rank that shares this engine got a part of it.
+        sharing = distributed.get_tp_group()
+        layers_of_rank: list = [None] * sharing.world_size
+        dist.all_gather_object(
+            layers_of_rank, set(self.without_weights.layers), sharing.cpu_group
+        )
+        forgotten = set.intersection(*layers_of_rank)
+        if forgotten:
+            layers = ", ".join(sorted(forgotten))
             raise Refused(
                 f"the sync to weights {version!r} brought nothing to a {layers} of the "
                 "engine: are all names of the state_dict there, the tied head's too?"

@@ -75,7 +75,7 @@ from support.tasks import task_of
 
 class Config(Flags):
     """A run. How far its data is off-policy is set by temperature, top_p, top_k,
-    rollout_quantization, lag and passes x minibatches, and by nothing else."""
+    rollout_quantization, lag and passes x minibatches; rounding adds a little."""
 
     model: str = "tiny"
     """the initial policy: a model folder or a hub name"""
@@ -140,7 +140,7 @@ class Config(Flags):
     rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """the engine computes in it"""
     micro_batch_tokens: PositiveCount = 16384
-    """of one forward pass, padding included: it decides over memory, not the result"""
+    """of one forward pass, padding included: it sets the memory, not the result"""
     gradient_checkpointing: bool = False
     """trade a second forward pass for the memory of activations"""
     rollout_tp: PositiveCount = 1
@@ -152,7 +152,7 @@ class Config(Flags):
 
     # What is measured and kept
     eval_every: Count = 10
-    """steps between evaluations; 0: before and after"""
+    """steps between evaluations, beside those before and after; 0: no others"""
     eval_problems: Count = 512
     """held-out problems to evaluate on; 0: all"""
     save_every: Count = 0
@@ -164,7 +164,7 @@ class Config(Flags):
     report_to: Literal["none", "wandb", "tensorboard"] = "none"
     """besides metrics.jsonl"""
     seed: Count = 0
-    """of the order of the problems and of the sampling noise"""
+    """of the order of the problems and of the rollouts' noise"""
     verbose: bool = False
     """show the messages of vLLM and torch"""
 
@@ -201,7 +201,7 @@ def sample_step(
     rank, world = dist.get_rank(), dist.get_world_size()
     problems = problems_of_step(cfg, step, len(prompts))
     seeds = noise_seeds(
-        cfg.seed + 1,  # not those of the evaluation
+        cfg.seed + 1,  # Evaluations have seed 0.
         first=(step - 1) * cfg.prompts_per_step,
         count=cfg.prompts_per_step,
         spacing=cfg.group_size,
@@ -257,6 +257,7 @@ def micro_batches(
 ) -> list[list[int]]:
     """The rows in micro-batches of at most max_tokens each, padding included.
 
+    A row that is longer than that is alone.
     Every rank gets equally many, some of them perhaps empty: FSDP needs all ranks in
     every forward pass. A collective.
     """
@@ -358,9 +359,9 @@ def accumulate_gradient(
         rollouts.rows(micro_rows, device)
         for micro_rows in micro_batches(rollouts, rows, cfg.micro_batch_tokens)
     ]
-    # e_B takes the ratios of the whole batch before any gradient: with several
-    # micro-batches that is a pass of its own. A single one keeps its graph for the
-    # loss.
+    # e_B takes the ratios of the whole batch before any gradient. With several
+    # micro-batches that is a pass of its own, one more forward for each; a single one
+    # keeps its graph for the loss.
     single = len(micros) == 1
     with torch.set_grad_enabled(single):
         outputs = [policy(micro) for micro in micros]  # [N_i, T_i] and [N_i, T_i, K]
@@ -606,8 +607,8 @@ def main() -> None:
     # Setup: the process group, the engine, and, while the engine sleeps, the policy.
     mesh = init_distributed()
     rank = dist.get_rank()
-    # The clock is rank 0's, and so are the problems: a verifier with a time limit could
-    # leave out others of a hub's on another rank.
+    # The folder's name has rank 0's time, and the problems are those that its verifier
+    # could read: a time limit could leave out others on another rank.
     cfg.out_dir = cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
     shared = [cfg.out_dir, data]
     dist.broadcast_object_list(shared)
@@ -644,7 +645,11 @@ def main() -> None:
             evaluator.load_weights(full_weights(policy), version="evaluation")
         return heldout_accuracy(evaluator, cfg, data.heldout)
 
+    saved = done  # the step of the newest checkpoint
+
     def save(step: int) -> None:
+        nonlocal saved
+        saved = step
         save_checkpoint(
             out,
             step,
@@ -673,10 +678,12 @@ def main() -> None:
                     add_reward(rollouts, cfg, sampled_for, data.train.problems)
                 queue.append(rollouts)
             engine.sleep()
-            # 3 update
+            # 3 update. The batch stays in the queue until it has been learned from, so
+            # that a checkpoint of the step before has it.
             rollouts = queue[0]
             expected = str(weights_that_sample(cfg, step))
             if rollouts.weight_version != expected:
+                saved = done  # A checkpoint would only bring this batch back.
                 raise Refused(
                     f"step {step}: the batch is of weights {rollouts.weight_version}, "
                     f"not of weights {expected}: was a sync left out?"
@@ -718,9 +725,9 @@ def main() -> None:
                 )
     except (Refused, FloatingPointError):
         # All ranks are here. The weights are those of step `done`, unless some of the
-        # updates of the next step have been made.
+        # updates of the next step have been made. (last_epoch counts updates.)
         updates = done * cfg.passes * cfg.minibatches
-        if schedule.last_epoch == updates and done >= first_step:
+        if schedule.last_epoch == updates and done > saved:
             save(done)
         raise
     if rank == 0:

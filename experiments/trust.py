@@ -7,11 +7,11 @@ P3O caps a token's weight by e_B and weighs the KL by 1 - e_B. Any constant c in
 could stand in its place. For POLICIES policies along a run, and for ten batches each,
 of varied age, temperature and precision, this measures how good each c would have been:
 
-    g(c)      the gradient of the P3O objective (12) on the batch, with c in place of
-    e_B g*        the on-policy gradient, of FRESH fresh responses of that policy cosine
-    cos(g(c), g*): is it the right direction? gain      <g(c), g*> / |g*|^2: how much
-    expected reward a small step of one learning
-              rate gains, to first order, as a share of what g* itself gains
+    g(c)      the gradient of P3O (12) on the batch, with c in place of e_B
+    g*        the on-policy gradient, of FRESH fresh responses of that policy
+    cosine    cos(g(c), g*): is it the right direction?
+    gain      <g(c), g*> / |g*|^2: the expected reward that a small step gains, to
+              first order, as a share of what an equal step along g* gains
 
 It reports the score of the batch's own e_B, less that of the best single c for all
 batches, and less that of the e_B of another batch of the same policy, and the rank

@@ -17,10 +17,10 @@ of its updates, as means over them, each over the whole batch B of the update:
     ess, ess_min         e_B (11), and the smallest of the updates
     kl                   KL(pi_theta || pi_b), nats a token
     ratio, ratio_q1 ...  mean of rho, and its 1%, 50% and 99% quantiles
-    ess_central ...      e_B and mean rho with the outer 1% of tokens at each end drawn
-    in mismatch_mean, _max  |log rho| of the first update: what engine, lag and
-    temperature did grad_norm            before clipping learning_rate        of the
-    update
+    ess_central ...      e_B and mean rho, the outer 1% of tokens at each end clamped
+    mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
+    grad_norm            before clipping
+    learning_rate        of the update
 
 and rollout_seconds, reward_seconds, update_seconds, sync_seconds, tokens_per_second,
 peak_memory_gb. Where the policy was evaluated it has heldout_pass@1 (sampled at

@@ -22,12 +22,16 @@ RESPONSE_TOKENS = 32
 # off by nats.
 FACTOR = 5
 NATS = 0.1
+# How far they may be apart before the first step. No other check would see weights that
+# were wrong from the start in a run with lag, fp8 or another temperature.
+NATS_AT_START = 0.5
 
 
 class SyncProbe:
     """Fixed texts, and how far engine and trainer were apart on them at the start.
 
     engine and policy are a rollout.Engine, awake and in sync, and a policy.Policy.
+    Raises Refused where they are not in sync.
     """
 
     def __init__(self, engine: Any, policy: Any, prompts: list[list[int]]) -> None:
@@ -36,6 +40,12 @@ class SyncProbe:
             prompts, 1, seeds=list(range(len(prompts))), max_tokens=RESPONSE_TOKENS
         )
         self.at_start = self.distance(engine, policy)
+        if not self.at_start <= NATS_AT_START:
+            raise Refused(
+                "before the first step, engine and trainer differ by "
+                f"{self.at_start:.3f} nats a token on fixed texts: did the engine get "
+                "all weights?"
+            )
 
     def distance(self, engine: Any, policy: Any) -> float:
         """Mean |log pi_engine - log pi_theta| of the texts' tokens, in nats, at T = 1.

@@ -1,8 +1,8 @@
 """What an evaluation leaves in its folder, written by rank 0 alone.
 
-problems.jsonl    settings, then a line a finished problem: an evaluation goes on from
-it results.json      settings, pass@k for k = 1..n with intervals, right samples by
-problem results.md        the same as a table, for k = 1, 2, 4, ..., n
+problems.jsonl    settings, then a line a finished problem, to go on from
+results.json      settings, pass@k for k = 1..n with intervals, right samples by problem
+results.md        the same as a table, for k = 1, 2, 4, ..., n
 """
 
 import hashlib

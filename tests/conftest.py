@@ -1,4 +1,4 @@
-"""Fixtures: the loss under test (--loss PATH), a real engine and its policy.
+"""Fixtures: the loss under test (--loss PATH, or the repository's), engines, runs.
 
 The first vLLM engine in this process takes 10 s to build, each further one less than a
 second.
@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-# OpenMP reads it when torch is imported: threads that spin while they wait starve the
+# OpenMP reads it when torch is imported. Threads that spin while they wait starve the
 # other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-KEPT = []  # engines: one that is collected as garbage takes the process group with it
+# All engines: one that is collected as garbage takes the process group with it.
+KEPT = []
 ROOT = Path(__file__).parents[1]
 LOSS = ROOT / "loss.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -38,22 +39,27 @@ def load_module(path):
 
 
 def differences(module, expected):
-    """Sentences on where `module` lacks the interface of `expected`."""
+    """Sentences on where `module` lacks the interface of `expected`.
+
+    The names of parameters matter.
+    """
     for name in FUNCTIONS:
         yield from compare(name, getattr(module, name, None), getattr(expected, name))
 
 
-def compare(name, found, expected):
-    def parameters(function):
-        return [
-            (p.name, p.kind) for p in inspect.signature(function).parameters.values()
-        ]
+def compare(name, function, expected):
+    """One sentence, or none if the function takes what it should."""
 
-    if found is None:
+    def parameters(function):
+        signature = inspect.signature(function)
+        return [(each.name, each.kind) for each in signature.parameters.values()]
+
+    if function is None:
         yield f"{name} is missing"
-    elif parameters(found) != parameters(expected):
-        has, should = inspect.signature(found), inspect.signature(expected)
-        yield f"{name}{has} should be {name}{should}"
+    elif parameters(function) != parameters(expected):
+        signature = inspect.signature(function)
+        expected_signature = inspect.signature(expected)
+        yield f"{name}{signature} should be {name}{expected_signature}"
 
 
 def pytest_addoption(parser):
@@ -74,10 +80,10 @@ def pytest_configure(config):
         raise pytest.UsageError(
             f"--loss {path} cannot be imported: {error!r}"
         ) from error
-    if found := list(differences(config.loss_module, load_module(LOSS))):
-        raise pytest.UsageError(
-            "\n".join([f"--loss {path} has another interface:", *found])
-        )
+    complaints = list(differences(config.loss_module, load_module(LOSS)))
+    if complaints:
+        lines = [f"--loss {path} has another interface:", *complaints]
+        raise pytest.UsageError("\n".join(lines))
 
 
 @pytest.fixture(scope="session")
@@ -210,8 +216,9 @@ def one_rank(train_here):
 def short_run(request, tmp_path_factory):
     """If a test asks for `run`: (out_dir, process) of a training run under torchrun.
 
-    It has half the prompts and four times the learning rate of the default. It begins
-    with the session and stays on one core, which most tests leave idle.
+    It has half the prompts and four times the learning rate of the default, and one
+    update a step, so every batch B is fresh. It begins with the session and stays on
+    one core, which most tests leave idle.
     """
     if not any("run" in item.fixturenames for item in request.session.items):
         yield
@@ -220,6 +227,7 @@ def short_run(request, tmp_path_factory):
     flags = [
         "--steps=10",
         "--prompts_per_step=16",
+        "--minibatches=1",
         "--learning_rate=8e-4",
         "--eval_every=0",
     ]

@@ -64,6 +64,7 @@ def gradient_of(
         list(range(len(mine))),
         objective_of(name),
         Config(micro_batch_tokens=micro_batch_tokens),
+        step=1,
     )
     gradient = {}
     for weight_name, weight in policy.model.named_parameters():

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,9 +33,9 @@ import train
 from loss import OBJECTIVES, Batch, effective_sample_size
 from policy import Policy, build_policy
 from reward import load_task
-from rollout import Engine, Rollouts, noise_seeds
+from rollout import Rollouts, noise_seeds
 from support.checks import check_on_policy, check_run
-from support.flags import Refused
+from support.flags import OneRankFailed, Refused
 from train import (
     Config,
     accumulate_gradient,
@@ -223,7 +222,7 @@ def test_without_top_logprobs_the_kl_is_estimated_from_the_sampled_tokens(
     assert top_logp.shape == (*rollouts.mask.shape, 0)
     rows = list(range(len(rollouts.text)))
     cfg = Config(temperature=1.4, top_logprobs=0)
-    stats = accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg)
+    stats = accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
     # The estimator named "is": the mean of rho log rho - rho + 1 over samples of pi_b.
     log_ratio = (logp.detach() - rollouts.logp_behavior)[rollouts.mask].double()
     ratio = log_ratio.exp()
@@ -557,79 +556,44 @@ def test_a_batch_that_should_be_off_policy_is_not_complained_of(planned, capsys)
     assert capsys.readouterr().err == ""
 
 
-def broken_from(version: int):
-    """A load_weights that adds noise to what it loads, from this version on."""
-    load_weights = Engine.load_weights
-
-    def broken(engine: Engine, weights: Iterator, new_version: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def noisy() -> Iterator:
-            for name, weight in weights:
-                noise = 0.05 * torch.randn(weight.shape, generator=generator)
-                yield name, weight + noise
-
-        is_broken = int(new_version) >= version
-        load_weights(engine, noisy() if is_broken else weights, new_version)
-
-    return lambda engine, weights, version: broken(engine, weights, version)
-
-
-def test_a_sync_that_is_broken_from_the_start_ends_the_run_in_its_first_step(
-    train_here, monkeypatch
-):
-    monkeypatch.setattr(Engine, "load_weights", broken_from(0))
-    with pytest.raises(Refused, match="step 1: a batch that should be on-policy"):
-        train_here("--steps=4", "--prompts_per_step=4")
-
-
-def test_a_sync_that_breaks_later_is_warned_of_and_the_run_goes_on(
-    train_here, monkeypatch, capsys
-):
-    monkeypatch.setattr(Engine, "load_weights", broken_from(2))
-    rows = train_here("--steps=3", "--prompts_per_step=4")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    # Weights 2 sample the batch of step 3.
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 1
-    assert warnings[0].startswith("warning: step 3: a batch that should be on-policy")
-
-
-def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_weights(
-    train_here, monkeypatch
-):
-    load_weights = Engine.load_weights
-
-    def forgetful(engine: Engine, weights: Iterator, version: str) -> None:
-        if version != "2":
-            load_weights(engine, weights, version)
-
-    monkeypatch.setattr(Engine, "load_weights", forgetful)
-    sentence = "step 3: the batch is of weights 1, not of weights 2"
-    with pytest.raises(Refused, match=sentence):
-        train_here("--steps=4", "--prompts_per_step=4")
+@pytest.fixture
+def four_responses(engine, policy, prompts) -> Rollouts:
+    """Two responses to each of two prompts, rewarded."""
+    rollouts = engine.sample(prompts[:2], 2, [0, 2], max_tokens=64)
+    rollouts.advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    return rollouts
 
 
 @pytest.mark.parametrize("name", ["logp_behavior", "advantage"])
 def test_a_number_that_is_not_finite_stops_the_run_with_step_rank_and_response(
-    name, engine, policy, prompts, group
+    name, four_responses, group
 ):
-    rollouts = engine.sample(prompts[:2], 2, [0, 2], max_tokens=64)
-    rollouts.advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    getattr(rollouts, name)[2] = math.nan
+    getattr(four_responses, name)[2] = math.nan
     with pytest.raises(FloatingPointError) as error:
         update(
             build_policy("tiny", group),
             optimizer=None,
             schedule=None,
-            rollouts=rollouts,
+            rollouts=four_responses,
             objective=OBJECTIVES["p3o"],
-            cfg=Config(prompts_per_step=2, group_size=2),
+            cfg=Config(prompts_per_step=2, group_size=2, minibatches=1),
             step=7,
             is_first=False,
         )
-    assert str(error.value).startswith("rank 0: |log rho| is over 82.0 nats")
-    assert repr(rollouts.text[2]) in str(error.value)
+    assert str(error.value).startswith("step 7, rank 0: |log rho| is over 82.0 nats")
+    assert repr(four_responses.text[2]) in str(error.value)
+
+
+def test_a_kl_that_is_infinite_stops_the_run_with_its_step(four_responses, group):
+    # As top-p leaves it, of which this run has not been told.
+    four_responses.top_logp_behavior[2, 0, -1] = -torch.inf
+    policy = build_policy("tiny", group)
+    given = policy, four_responses, [0, 1, 2, 3], OBJECTIVES["p3o"]
+    with pytest.raises(OneRankFailed, match="step 7: the loss is not finite"):
+        accumulate_gradient(*given, Config(), step=7)
+    # Over the support it is finite.
+    stats = accumulate_gradient(*given, Config(top_p=0.9), step=7)
+    assert math.isfinite(stats["kl"])
 
 
 # What the user can get wrong
@@ -675,7 +639,7 @@ def test_bad_input_is_one_sentence_before_the_engine_is_built(
 @pytest.mark.parametrize(
     "lines, sentence",
     [
-        ("", "0 problems"),
+        ("", "has no problems"),
         ('{"prompt": "1+1", "answer": "2"}\n{"prompt": 1+1}\n', "line 2"),
         ('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+2"}\n', "line 2"),
     ],
