@@ -1,8 +1,7 @@
 """The pieces of the training loop, each alone: what it hands to the next one.
 
 A loop that is wrong may still learn, only worse, and no number that it prints says so.
-Each test here is about one line of the loop that such a fault can hide in;
-wrong_loops.py has the faults.
+Each test here is about one line of the loop that such a fault can hide in.
 """
 
 import json

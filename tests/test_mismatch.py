@@ -121,7 +121,7 @@ def test_lag_uses_a_batch_so_many_steps_after_it_was_sampled_and_e_b_sees_it(
     train_here,
 ):
     before, *steps = train_here(
-        *("--lag=2", "--steps=5", "--prompts_per_step=8"),
+        *("--lag=2", "--steps=5", "--prompts_per_step=8", "--minibatches=1"),
         *("--learning_rate=2e-3", "--warmup_steps=0"),
     )
     # Step s uses the weights after step s - 1 - 2, or the first ones.
