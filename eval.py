@@ -93,8 +93,9 @@ class EvalConfig(Flags):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased pass@k, c of n samples right; ValueError unless 0 <= c <= n, 1 <= k <=
-    n.
+    """Unbiased pass@k where c of n samples are right (arXiv 2107.03374).
+
+    ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(
@@ -104,8 +105,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
-    """pass@k of each task and of their mean, k = 1..n, from the right samples by
-    problem.
+    """pass@k of each task and of their mean, from the right samples of each problem.
 
     Intervals are the 2.5% and 97.5% quantiles of a bootstrap that resamples the
     problems of each task, each with its n samples. As only the number c of right
@@ -169,8 +169,7 @@ def evaluate(
     first: int = 0,
     **sampling: Any,
 ) -> list[int]:
-    """How many of `samples` responses to each problem are right; the same on every
-    rank.
+    """How many of `samples` responses to each problem are right, on every rank.
 
     Each rank takes every world-th problem, with noise that depends on the problem
     alone: `first` is the place of problems[0] in its task. `sampling` are vLLM's
@@ -179,8 +178,8 @@ def evaluate(
     rank, world = dist.get_rank(), dist.get_world_size()
     seeds = noise_seeds(seed, first, len(problems), samples)
     mine = list(range(rank, len(problems), world))
-    # Ranks that share an engine all have to sample: without problems of its own, the
-    # first.
+    # Ranks that share an engine all have to sample. One without problems of its own
+    # takes the first.
     asked = mine or [0]
     rollouts = engine.sample(
         [prompts[i] for i in asked], samples, [seeds[i] for i in asked], **sampling

@@ -55,8 +55,7 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
             "an advantage within a group takes two or more responses to a prompt: "
             f"the rewards are {tuple(reward.shape)}"
         )
-    # Subtracting the first reward makes equal rewards 0, and so their advantage exactly
-    # 0.
+    # Where all rewards are equal this makes them 0, and their advantages exactly 0.
     reward = reward - reward[..., :1]
     advantage = reward - reward.mean(dim=-1, keepdim=True)
     if scale:
@@ -76,8 +75,7 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
         raise ValueError("no response tokens: the effective sample size of nothing")
     check_rows(torch.isfinite(log_ratio) | ~mask, "a log-ratio is not finite")
     log_ratio = log_ratio.detach()[mask].double()  # [|B|]
-    # (11) does not change when all ratios are divided by the largest, and none
-    # overflows.
+    # All ratios may be divided by the largest without changing (11). None overflows.
     ratio = (log_ratio - log_ratio.max()).exp()
     ess = ratio.mean() ** 2 / (ratio**2).mean()
     return ess.clamp(max=1.0)  # Rounding must not lift it above 1.
@@ -148,7 +146,7 @@ def p3o_loss(
     is [N, T]; advantage [N] or [N, T]; mask [N, T]. kl [N, T] is the KL at each
     position, with its gradient (`kl_divergence`); left out, it is estimated from the
     sampled tokens alone by one of KL_ESTIMATORS. ess and token_count are the whole
-    batch's. Returns the loss and its parts, each 0-d: loss = policy_loss + (1 - e_B)
+    batch's. Returns the loss and statistics, each 0-d: loss = policy_loss + (1 - e_B)
     kl_loss; capped is the share of tokens with rho > e_B. ValueError if neither tokens
     nor a token_count are given; FloatingPointError with the number of the response
     where something is not finite, or |log rho| over MAX_LOG_RATIO.
@@ -166,8 +164,8 @@ def p3o_loss(
         kl = KL_ESTIMATORS[kl_estimator](log_ratio)  # [N, T]
     loss = policy_loss + (1 - ess) * kl  # (12), [N, T]
 
-    parts = {"policy_loss": policy_loss, "kl_loss": kl, "capped": ratio > ess}
-    return batch_mean(loss, parts, mask, token_count)
+    others = {"policy_loss": policy_loss, "kl_loss": kl, "capped": ratio > ess}
+    return batch_mean(loss, others, mask, token_count)
 
 
 # The KL of (12) from the sampled token alone, as a function of log rho. The token was
@@ -204,14 +202,13 @@ def grpo(
     eps: float = 0.2,
     token_count: int | None = None,
 ) -> Loss:
-    """PPO's clipped loss (4) (arXiv 1707.06347, equation 7) on group advantages. As
-    p3o_loss.
+    """PPO's clipped loss (4) on group advantages. As p3o_loss.
 
-    -min(rho A, clip(rho, 1 - eps, 1 + eps) A): no gradient for a token whose ratio has
-    left the range in the direction of its advantage, an unbounded one, rho A, on the
-    other side. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
-    adds a KL to a fixed reference model; here every token counts the same, and there is
-    none.
+    (4) is equation 7 of arXiv 1707.06347, -min(rho A, clip(rho, 1 - eps, 1 + eps) A). A
+    token whose ratio has left the range in the direction of its advantage has no
+    gradient. On the other side the weight rho A has no bound. GRPO (arXiv 2402.03300,
+    equation 3) averages over responses first, and adds a KL to a fixed reference model.
+    Here every token counts the same, and there is no reference model.
     """
     _, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     ratio = log_ratio.exp()  # [N, T]
@@ -229,9 +226,8 @@ def check_tokens(
     FloatingPointError with the number of the first response that cannot be used.
     """
     if advantage.dim() == 1:
-        advantage = advantage[:, None].expand_as(
-            mask
-        )  # Every token has its response's.
+        # Every token has the advantage of its response.
+        advantage = advantage[:, None].expand_as(mask)
     # where() comes before any arithmetic: NaN in the padding times 0 would be NaN.
     logp = torch.where(mask, logp, 0.0).double()
     logp_behavior = torch.where(mask, logp_behavior.detach(), 0.0).double()
@@ -246,10 +242,11 @@ def check_tokens(
 
 
 def batch_mean(
-    loss: Tensor, parts: dict[str, Tensor], mask: Tensor, token_count: int | None
+    loss: Tensor, others: dict[str, Tensor], mask: Tensor, token_count: int | None
 ) -> Loss:
-    """The sum of `loss` [N, T] over its tokens, divided by token_count; so of the
-    parts.
+    """The sum of `loss` [N, T] over its tokens, divided by token_count.
+
+    `others`, by name, are [N, T] as well. Their sums go the same way, without gradient.
     """
     if token_count is None:
         token_count = int(mask.sum())
@@ -260,16 +257,14 @@ def batch_mean(
     check_rows(torch.isfinite(loss) | ~mask, "the loss is not finite")
     total = torch.where(mask, loss, 0.0).sum() / token_count
     stats = {"loss": total.detach()}
-    for name, part in parts.items():
-        part = torch.where(mask, part.detach().double(), 0.0)
-        stats[name] = part.sum() / token_count
+    for name, other in others.items():
+        other = torch.where(mask, other.detach().double(), 0.0)
+        stats[name] = other.sum() / token_count
     return total, stats
 
 
 def check_rows(good: Tensor, what: str) -> None:
-    """FloatingPointError with the first response that has an entry of good [N, T]
-    False.
-    """
+    """FloatingPointError with the first response that is not all good, [N, T]."""
     if not good.all():
         row = int((~good).any(dim=-1).nonzero()[0])
         raise FloatingPointError(
@@ -278,9 +273,7 @@ def check_rows(good: Tensor, what: str) -> None:
 
 
 class Batch(NamedTuple):
-    """The whole batch B of an optimizer step, gathered from all micro-batches and
-    ranks.
-    """
+    """The whole batch B of an optimizer step, of all micro-batches and all ranks."""
 
     log_ratio: Tensor  # [N, T] log rho, without gradient
     advantage: Tensor  # [N, T]
@@ -301,22 +294,21 @@ def token_count_and_ess_of(batch: Batch, **hyper_parameters: Any) -> dict[str, A
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, and what the trainer hands to it beside the four tensors of a
-    micro-batch.
+    """A loss, and what the trainer gives it beside the tensors of a micro-batch.
 
     The trainer finds it in OBJECTIVES, or anywhere else by `--objective module:name`.
     """
 
     loss: Callable[..., Loss]
-    # Keywords that only the whole batch can tell: a function of it and the
-    # hyper-parameters.
+    # The keywords that only the whole batch can tell, as a function of the batch and of
+    # the hyper-parameters.
     batch_quantities: Callable[..., dict[str, Any]] = token_count_of
-    # Keywords that the user may set with --objective_args, and their defaults.
+    # The keywords that the user may set with --objective_args, and their defaults.
     hyper_parameters: dict[str, float | str] = field(default_factory=dict)
-    takes_kl: bool = False  # kl: the KL at each position
-    takes_logp_prox: bool = (
-        False  # logp_prox: log pi_theta before the step's first update
-    )
+    # Whether it takes kl, the KL at each position.
+    takes_kl: bool = False
+    # Whether it takes logp_prox, log pi_theta before the step's first update.
+    takes_logp_prox: bool = False
 
     def __call__(self, *tensors: Tensor, **keywords: Any) -> Loss:
         return self.loss(*tensors, **keywords)

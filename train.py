@@ -1,5 +1,4 @@
-"""P3O end to end: sample with vLLM, check the answers, update the policy, sync the
-weights.
+"""P3O end to end: sample with vLLM, reward, update the policy, sync the weights.
 
     torchrun train.py                # the embedded default, on two CPU cores
     torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
@@ -69,7 +68,7 @@ from support.flags import (
 )
 from support.log import Log
 from support.probe import PROBE_EVERY, SyncProbe
-from support.prompts import Split, check_model, encode_problems
+from support.prompts import Split, check_dropout, check_model, encode_problems
 from support.ranks import catch_signals, run, say, watch_ranks
 from support.tasks import task_of
 
@@ -191,15 +190,22 @@ def weights_that_sample(cfg: Config, step: int) -> int:
     return max(0, step - 1 - cfg.lag)
 
 
+def groups_of_rank(group_count: int) -> range:
+    """Which groups of a step this rank samples and learns from: r, r + w, r + 2w, ...
+
+    for rank r of w. A group is the responses to one prompt, and is never divided.
+    """
+    return range(dist.get_rank(), group_count, dist.get_world_size())
+
+
 def sample_step(
     engine: Engine, cfg: Config, step: int, prompts: list[list[int]]
 ) -> Rollouts:
     """1 rollout: this rank's share of the responses for a step. A collective.
 
-    Rank r of w has groups r, r + w, r + 2w, ... of the step. The noise of a group
-    depends on its place alone, so the samples are the same for any number of ranks.
+    The noise of a group depends on its place in the run alone, so the samples are the
+    same for any number of ranks.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     problems = problems_of_step(cfg, step, len(prompts))
     seeds = noise_seeds(
         cfg.seed + 1,  # Evaluations have seed 0.
@@ -207,10 +213,11 @@ def sample_step(
         count=cfg.prompts_per_step,
         spacing=cfg.group_size,
     )
+    groups = groups_of_rank(cfg.prompts_per_step)
     return engine.sample(
-        [prompts[problem] for problem in problems[rank::world]],
+        [prompts[problems[group]] for group in groups],
         cfg.group_size,
-        seeds[rank::world],
+        [seeds[group] for group in groups],
         max_tokens=cfg.max_response_tokens,
         temperature=cfg.temperature,
         top_p=cfg.top_p,
@@ -222,10 +229,10 @@ def add_reward(
     rollouts: Rollouts, cfg: Config, step: int, problems: list[dict[str, str]]
 ) -> None:
     """2 reward: check each of this rank's responses, and compare it with its group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = problems_of_step(cfg, step, len(problems))
     answers = []
-    for problem in problems_of_step(cfg, step, len(problems))[rank::world]:
-        answers += [problems[problem]["answer"]] * cfg.group_size
+    for group in groups_of_rank(cfg.prompts_per_step):
+        answers += [problems[numbers[group]]["answer"]] * cfg.group_size
     reward = score(rollouts.text, answers, task_of(cfg.task).verifier)
     rollouts.reward = torch.tensor(reward)  # [N]
     groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
@@ -233,50 +240,55 @@ def add_reward(
     rollouts.advantage = advantage.flatten()  # [N]
 
 
-def minibatches_of_pass(cfg: Config, step: int, number: int) -> list[list[int]]:
+def rows_of_minibatches(cfg: Config, step: int, pass_number: int) -> list[list[int]]:
     """This rank's rows of each minibatch of a pass over the rollouts.
 
     A minibatch has whole groups, by their place in the step: on any number of ranks it
     is the same set of responses.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shuffle = random.Random(f"{cfg.seed} {step} {number}")
+    shuffle = random.Random(f"{cfg.seed} {step} {pass_number}")
     groups = shuffle.sample(range(cfg.prompts_per_step), cfg.prompts_per_step)
+    my_groups = groups_of_rank(cfg.prompts_per_step)
     minibatches = []
     for minibatch in range(cfg.minibatches):
         rows = []
         for group in groups[minibatch :: cfg.minibatches]:
-            if group % world == rank:  # as in sample_step
-                first_row = group // world * cfg.group_size
+            if group in my_groups:
+                first_row = my_groups.index(group) * cfg.group_size
                 rows += range(first_row, first_row + cfg.group_size)
         minibatches.append(rows)
     return minibatches
 
 
-def micro_batches(
+def rows_of_micro_batches(
     rollouts: Rollouts, rows: list[int], max_tokens: int
 ) -> list[list[int]]:
     """The rows in micro-batches of at most max_tokens each, padding included.
 
-    A row that is longer than that is alone.
-    Every rank gets equally many, some of them perhaps empty: FSDP needs all ranks in
-    every forward pass. A collective.
+    A row that is longer than that is alone. Every rank gets equally many micro-batches,
+    some of them perhaps empty: FSDP needs all ranks in every forward pass. A
+    collective.
     """
     length = (rollouts.prompt_length + rollouts.mask.sum(dim=1)).tolist()
-    micros: list[list[int]] = [[]]
+    micro_batches = []
+    newest: list[int] = []
     # By length, to pad little; so each row is the longest so far, and pads the others.
     for row in sorted(rows, key=length.__getitem__):
-        if micros[-1] and (len(micros[-1]) + 1) * length[row] > max_tokens:
-            micros.append([])
-        micros[-1].append(row)
-    most = torch.tensor(len(micros))
+        if newest and (len(newest) + 1) * length[row] > max_tokens:
+            micro_batches.append(newest)
+            newest = []
+        newest.append(row)
+    micro_batches.append(newest)
+    most = torch.tensor(len(micro_batches))
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    for _ in range(int(most) - len(micros)):
-        micros.append([])
-    return micros
+    while len(micro_batches) < most:
+        micro_batches.append([])
+    return micro_batches
 
 
-def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -> Batch:
+def gather_batch(
+    micro_batches: list[Rollouts], logps: list[torch.Tensor], step: int
+) -> Batch:
     """The whole batch B, from the micro-batches of all ranks and their log pi_theta.
 
     A collective. Raises FloatingPointError, on all ranks, with the first response that
@@ -285,17 +297,17 @@ def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -
     my_rows = sum(logp.shape[0] for logp in logps)
     my_columns = max(logp.shape[1] for logp in logps)
     shape = torch.tensor([my_rows, my_columns])
-    dist.all_reduce(shape, dist.ReduceOp.MAX)  # Every rank is padded to the largest.
+    # Every rank is padded to the largest one.
+    dist.all_reduce(shape, dist.ReduceOp.MAX)
     rows, columns = shape.tolist()
     stacks = []
-    for micro, logp in zip(micros, logps, strict=True):
-        log_ratio = logp.detach() - micro.logp_behavior
-        advantage = micro.advantage[:, None].expand_as(logp)
-        stack = torch.stack([log_ratio, advantage, micro.mask])  # [3, N_i, T_i]
+    for micro_batch, logp in zip(micro_batches, logps, strict=True):
+        log_ratio = logp.detach() - micro_batch.logp_behavior
+        advantage = micro_batch.advantage[:, None].expand_as(logp)
+        stack = torch.stack([log_ratio, advantage, micro_batch.mask])  # [3, N_i, T_i]
         stacks.append(pad(stack, (0, columns - logp.shape[1])))
-    mine = pad(
-        torch.cat(stacks, dim=1), (0, 0, 0, rows - my_rows)
-    )  # [3, rows, columns]
+    mine = torch.cat(stacks, dim=1)  # [3, my_rows, columns]
+    mine = pad(mine, (0, 0, 0, rows - my_rows))  # [3, rows, columns]
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, mine)
     log_ratio, advantage, mask = torch.cat(of_ranks, dim=1)  # [N, T] each
@@ -304,7 +316,7 @@ def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -
     usable = (log_ratio.abs() <= MAX_LOG_RATIO) & advantage.isfinite() | ~mask
     if not usable.all():
         rank, row = divmod(int(usable.all(dim=1).int().argmin()), rows)
-        text = text_of_response(rank, row, micros)
+        text = text_of_response(rank, row, micro_batches)
         raise FloatingPointError(
             f"step {step}, rank {rank}: |log rho| is over {MAX_LOG_RATIO} nats, or the "
             f"advantage is not finite, in response {text!r}: look at the sync, the "
@@ -319,21 +331,21 @@ def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -
     )
 
 
-def text_of_response(rank: int, row: int, micros: list[Rollouts]) -> str:
+def text_of_response(rank: int, row: int, micro_batches: list[Rollouts]) -> str:
     """The text of a rank's row of the minibatch, on every rank. A collective."""
-    texts = [text for micro in micros for text in micro.text]
+    texts = [text for micro_batch in micro_batches for text in micro_batch.text]
     text = [texts[row] if dist.get_rank() == rank else ""]
     dist.broadcast_object_list(text, src=rank)
     return text[0]
 
 
 def kl_of_positions(
-    top_logp: torch.Tensor, micro: Rollouts, cfg: Config
+    top_logp: torch.Tensor, micro_batch: Rollouts, cfg: Config
 ) -> torch.Tensor | None:
     """KL(pi_theta || pi_b) by position, with its gradient: [N, T]; None if K is 0."""
     if top_logp.shape[-1] == 0:
         return None
-    top_logp_behavior = micro.top_logp_behavior
+    top_logp_behavior = micro_batch.top_logp_behavior
     if cfg.top_p < 1 or cfg.top_k > 0:
         top_logp, top_logp_behavior = restrict_to_support(top_logp, top_logp_behavior)
     return kl_divergence(top_logp, top_logp_behavior)
@@ -347,8 +359,7 @@ def accumulate_gradient(
     cfg: Config,
     step: int,
 ) -> dict[str, float]:
-    """Add the objective's gradient on one minibatch to the policy's; returns
-    statistics.
+    """Add the gradient on one minibatch to the policy's; returns its statistics.
 
     `rows` are this rank's. The batch B of (11) and (12) is the minibatch on all ranks:
     how it is divided into micro-batches and among ranks changes neither e_B nor the
@@ -356,31 +367,41 @@ def accumulate_gradient(
     not finite, and OneRankFailed where a rank's loss is not.
     """
     device = next(policy.parameters()).device
-    micros = [
-        rollouts.rows(micro_rows, device)
-        for micro_rows in micro_batches(rollouts, rows, cfg.micro_batch_tokens)
+    micro_batches = [
+        rollouts.rows(some, device)
+        for some in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens)
     ]
-    # e_B takes the ratios of the whole batch before any gradient. With several
-    # micro-batches that is a pass of its own, one more forward for each; a single one
-    # keeps its graph for the loss.
-    single = len(micros) == 1
-    with torch.set_grad_enabled(single):
-        outputs = [policy(micro) for micro in micros]  # [N_i, T_i] and [N_i, T_i, K]
-    batch = gather_batch(micros, [logp for logp, _ in outputs], step)
+    # e_B needs the ratios of the whole batch before there is any gradient. Where a rank
+    # has several micro-batches that is a forward pass more for each. A single one keeps
+    # its graph, and its loss is computed from the same pass.
+    is_single = len(micro_batches) == 1
+    logps = []
+    with torch.set_grad_enabled(is_single):
+        for micro_batch in micro_batches:
+            logp, top_logp = policy(micro_batch)  # [N_i, T_i] and [N_i, T_i, K]
+            logps.append(logp)
+    batch = gather_batch(micro_batches, logps, step)
 
+    # What the loss has to know of the whole batch: for P3O e_B and the token count.
     hyper_parameters = objective.hyper_parameters
     keywords = hyper_parameters | objective.batch_quantities(batch, **hyper_parameters)
     sums: dict[str, float] = defaultdict(float)
-    for micro in micros:
-        logp, top_logp = outputs[0] if single else policy(micro)
-        kl = kl_of_positions(top_logp, micro, cfg)
+    for micro_batch in micro_batches:
+        if not is_single:
+            logp, top_logp = policy(micro_batch)
+        with torch.set_grad_enabled(objective.takes_kl):
+            kl = kl_of_positions(top_logp, micro_batch, cfg)
         if objective.takes_kl:
             keywords["kl"] = kl
         if objective.takes_logp_prox:
-            keywords["logp_prox"] = micro.logp_prox
+            keywords["logp_prox"] = micro_batch.logp_prox
         try:
-            loss, stats = objective(
-                logp, micro.logp_behavior, micro.advantage, micro.mask, **keywords
+            loss, stats = objective.loss(
+                logp,
+                micro_batch.logp_behavior,
+                micro_batch.advantage,
+                micro_batch.mask,
+                **keywords,
             )
         except FloatingPointError as error:
             raise OneRankFailed(f"step {step}: {error}") from error
@@ -389,7 +410,8 @@ def accumulate_gradient(
         for name, value in stats.items():
             sums[name] += float(value)
         if kl is not None:
-            sums["kl"] += float(kl.detach()[micro.mask].sum()) / batch.token_count
+            total_kl = float(kl.detach()[micro_batch.mask].sum())
+            sums["kl"] += total_kl / batch.token_count
     totals = torch.tensor(list(sums.values()), dtype=torch.float64)
     dist.all_reduce(totals)
     return ratio_statistics(batch) | dict(zip(sums, totals.tolist(), strict=True))
@@ -418,17 +440,16 @@ def ratio_statistics(batch: Batch) -> dict[str, float]:
     }
 
 
-def score_before_update(
-    policy: Policy, rollouts: Rollouts, cfg: Config
-) -> torch.Tensor:
+def compute_logp_prox(policy: Policy, rollouts: Rollouts, cfg: Config) -> torch.Tensor:
     """log pi_theta of all responses before the step's first update: [N, T]."""
     device = next(policy.parameters()).device
     logp_prox = torch.zeros_like(rollouts.logp_behavior)
     rows = list(range(len(rollouts.text)))
-    for micro_rows in micro_batches(rollouts, rows, cfg.micro_batch_tokens):
+    for some in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens):
         with torch.no_grad():
-            logp, _ = policy(rollouts.rows(micro_rows, device))
-        logp_prox[micro_rows, : logp.shape[1]] = logp[: len(micro_rows)].cpu()
+            logp, _ = policy(rollouts.rows(some, device))
+        # For no rows there is a response of padding, which has no place here.
+        logp_prox[some, : logp.shape[1]] = logp[: len(some)].cpu()
     return logp_prox
 
 
@@ -448,10 +469,10 @@ def update(
     not made a step before, and nothing is lost if the batch is refused.
     """
     if objective.takes_logp_prox:
-        rollouts.logp_prox = score_before_update(policy, rollouts, cfg)
+        rollouts.logp_prox = compute_logp_prox(policy, rollouts, cfg)
     history = []
-    for number in range(1, cfg.passes + 1):
-        for rows in minibatches_of_pass(cfg, step, number):
+    for pass_number in range(1, cfg.passes + 1):
+        for rows in rows_of_minibatches(cfg, step, pass_number):
             stats = accumulate_gradient(policy, rollouts, rows, objective, cfg, step)
             norm = torch.nn.utils.clip_grad_norm_(
                 policy.parameters(), cfg.max_grad_norm
@@ -482,6 +503,7 @@ def load_data(cfg: Config) -> Data:
     """The problems to train on and those held out. Raises Refused where none are."""
     try:
         tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
+        check_dropout(cfg.model)
         splits = {}
         for split, limit in (("train", 0), ("heldout", cfg.eval_problems)):
             splits[split] = encode_problems(
@@ -579,7 +601,7 @@ def agreed_signal(signals: list[int]) -> int:
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(Config)
-    check_run(cfg)
+    check_run(cfg, KL_ESTIMATORS)
     objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
     data = load_data(cfg)
 

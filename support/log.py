@@ -44,6 +44,7 @@ from transformers import PreTrainedTokenizerBase
 
 from support.checkpoints import write_whole
 from support.flags import OneRankFailed, Refused
+from support.tasks import prompt_text
 
 PHASES = ("rollout", "reward", "update", "sync")
 ACCURACIES = ("heldout_pass@1", "heldout_greedy")
@@ -160,7 +161,7 @@ class Log:
                 sample = {
                     "step": step,
                     "reward": reward[row].item(),
-                    "prompt": self.tokenizer.decode(prompt),
+                    "prompt": prompt_text(self.tokenizer, prompt.tolist()),
                     "response": rollouts.text[row],
                 }
                 self.append("samples.jsonl", sample)
@@ -233,9 +234,7 @@ def check_reporter(report_to: str) -> None:
 def reporter(
     out: Path, report_to: str, config: dict[str, Any], done: int
 ) -> Callable[[dict[str, Any]], None]:
-    """What takes a line of metrics to `report_to`, and forgets there what follows
-    `done`.
-    """
+    """A function that reports a line of metrics; lines after `done` are forgotten."""
     if report_to == "wandb":
         import wandb
 

@@ -1,5 +1,4 @@
-"""A probe of the weight sync: do engine and trainer still say the same of the same
-texts?
+"""A probe of the weight sync: do engine and trainer agree on the same texts?
 
 The engine's label of its weights is a string that was set after a sync. What the sync
 did shows only in numbers, and in a run with lag, fp8, top-p or another temperature no
@@ -57,15 +56,13 @@ class SyncProbe:
         with torch.no_grad():
             logp, _ = policy(texts, temperature=1.0)  # [N, T]
         policy.reshard()  # without a backward pass FSDP would keep the root's weights
-        of_engine = engine.score(self.texts)  # [N, T]
+        of_engine = engine.log_probabilities(self.texts)  # [N, T]
         difference = (logp.cpu() - of_engine).abs()[self.texts.mask].mean()
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         return float(difference)
 
     def check(self, engine: Any, policy: Any, step: int) -> float:
-        """The distance after the sync of a step. Raises Refused if it has risen too
-        far.
-        """
+        """The distance after a step's sync. Raises Refused if it has risen too far."""
         distance = self.distance(engine, policy)
         # Not "distance > limit": NaN is no good distance either.
         if not distance <= FACTOR * self.at_start + NATS:

@@ -140,8 +140,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "every rank samples the first rank's noise": Mistake(
         train.sample_step,
-        "seeds[rank::world]",
-        "seeds[0::world]",
+        "seeds[group] for group in groups",
+        "seeds[group] for group in range(len(groups))",
         [
             "test_loop."
             "test_on_two_ranks_a_step_has_the_prompts_and_the_noise_that_it_has_on_one"
@@ -190,51 +190,51 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: minibatches and micro-batches
     "every minibatch of the first rows": Mistake(
-        train.minibatches_of_pass,
+        train.rows_of_minibatches,
         "groups[minibatch :: cfg.minibatches]",
         "sorted(groups)[: len(groups) // cfg.minibatches]",
         [ONE_MINIBATCH],
     ),
     "minibatches that overlap": Mistake(
-        train.minibatches_of_pass,
+        train.rows_of_minibatches,
         "groups[minibatch :: cfg.minibatches]",
         "groups[minibatch:]",
         [ONE_MINIBATCH],
     ),
     "the same minibatches in every step and pass": Mistake(
-        train.minibatches_of_pass,
-        'random.Random(f"{cfg.seed} {step} {number}")',
+        train.rows_of_minibatches,
+        'random.Random(f"{cfg.seed} {step} {pass_number}")',
         "random.Random(cfg.seed)",
         ["test_loop.test_the_minibatches_of_each_step_and_pass_are_others"],
     ),
     "minibatches that are others on each rank": Mistake(
-        train.minibatches_of_pass,
-        'random.Random(f"{cfg.seed} {step} {number}")',
-        'random.Random(f"{cfg.seed} {step} {number} {rank}")',
+        train.rows_of_minibatches,
+        'random.Random(f"{cfg.seed} {step} {pass_number}")',
+        'random.Random(f"{cfg.seed} {step} {pass_number} {dist.get_rank()}")',
         [SAME_GROUPS],
     ),
     "a group split between minibatches": Mistake(
-        train.minibatches_of_pass,
+        train.rows_of_minibatches,
         "range(first_row, first_row + cfg.group_size)",
         "[row + group % 2 for row in range(first_row, first_row + cfg.group_size)]",
         [ONE_MINIBATCH, "test_loop.test_a_minibatch_has_whole_groups"],
     ),
     "micro-batches larger than allowed": Mistake(
-        train.micro_batches,
-        "(len(micros[-1]) + 1) * length[row] > max_tokens",
-        "len(micros[-1]) * length[row] > max_tokens",
+        train.rows_of_micro_batches,
+        "(len(newest) + 1) * length[row] > max_tokens",
+        "len(newest) * length[row] > max_tokens",
         ["test_loop.test_micro_batches_have_each_row_once_and_keep_to_their_size"],
     ),
     "e_B of the first micro-batch": Mistake(
         train.accumulate_gradient,
-        "gather_batch(micros, [logp for logp, _ in outputs], step)",
-        "gather_batch(micros[:1], [outputs[0][0]], step)",
+        "gather_batch(micro_batches, logps, step)",
+        "gather_batch(micro_batches[:1], logps[:1], step)",
         [MICRO_BATCHES],
     ),
     "the mean of the micro-batches' means": Mistake(
         train.accumulate_gradient,
         "(loss * dist.get_world_size()).backward()",
-        "(loss * dist.get_world_size() / len(micros)).backward()",
+        "(loss * dist.get_world_size() / len(micro_batches)).backward()",
         [MICRO_BATCHES],
     ),
     "the KL of the sampled token where K tokens are asked for": Mistake(
@@ -273,15 +273,15 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "logp_prox of the policy that sampled": Mistake(
         train.update,
-        "score_before_update(policy, rollouts, cfg)",
+        "compute_logp_prox(policy, rollouts, cfg)",
         "rollouts.logp_behavior",
         [LOGP_PROX],
     ),
     "logp_prox of the policy before each minibatch": Mistake(
         train.update,
-        "for rows in minibatches_of_pass(cfg, step, number):",
-        "for rows in minibatches_of_pass(cfg, step, number):\n"
-        "            rollouts.logp_prox = score_before_update(policy, rollouts, cfg)",
+        "for rows in rows_of_minibatches(cfg, step, pass_number):",
+        "for rows in rows_of_minibatches(cfg, step, pass_number):\n"
+        "            rollouts.logp_prox = compute_logp_prox(policy, rollouts, cfg)",
         [LOGP_PROX],
     ),
     # train.py: main, and what it evaluates
