@@ -278,7 +278,7 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
         points = [(row["step"], value(row, name)) for row in rows if name in row]
         axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=label)
 
-    plot(axes[0], "heldout_pass@1", "sampled, T = 1")
+    plot(axes[0], "heldout_pass@1", "sampled")
     plot(axes[0], "heldout_greedy", "greedy")
     axes[0].set(title="held-out pass@1", ylim=(0, 1.02))
     axes[0].legend()
