@@ -358,7 +358,8 @@ MISTAKES: dict[str, Mistake] = {
         "if not self.llm.reset_prefix_cache():",
         "if False:",
         [
-            "test_lost_weights.test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"
+            "test_lost_weights."
+            "test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"
         ],
     ),
     "the likeliest token's log pi_b": Mistake(
