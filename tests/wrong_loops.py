@@ -370,14 +370,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "top tokens of another position": Mistake(
         rollout.Engine.as_rollouts,
-        "top_tokens.append(listed[:, 1:])",
-        "top_tokens.append(listed.roll(1, dims=0)[:, 1:])",
+        "top_tokens.append(listed_tokens[:, 1:])",
+        "top_tokens.append(listed_tokens.roll(1, dims=0)[:, 1:])",
         [TOP_TOKENS],
     ),
     "the sampled token for the likeliest one": Mistake(
         rollout.Engine.as_rollouts,
-        "top_tokens.append(listed[:, 1:])",
-        "top_tokens.append(listed[:, :-1])",
+        "top_tokens.append(listed_tokens[:, 1:])",
+        "top_tokens.append(listed_tokens[:, :-1])",
         [TOP_TOKENS],
     ),
     "the end of sequence left out of the mask": Mistake(
