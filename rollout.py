@@ -177,6 +177,7 @@ class Engine:
         vocabulary = config.vocab_size
         self.top_logprobs = min(top_logprobs, vocabulary)
         self.dtype = getattr(torch, dtype)
+        self.max_model_len = max_model_len
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
         shares_memory = tp > 1 and not cuda
         with own_segments() if shares_memory else nullcontext():

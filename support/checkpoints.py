@@ -54,7 +54,12 @@ def write_whole(path: Path, text: str) -> None:
 
 def checkpoints(out: Path) -> list[Path]:
     """The complete checkpoints of a run, the newest last."""
-    folders = (out / "checkpoints").glob("step-*")
+    # A folder "step-000007.bak" is somebody's own.
+    folders = [
+        path
+        for path in (out / "checkpoints").glob("step-*")
+        if path.name.removeprefix("step-").isdecimal()
+    ]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -93,7 +98,7 @@ def check_resume(out_dir: str, steps: int, config: dict[str, Any]) -> None:
 
 
 class NotSaved(Refused):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint or the model was not written; what was there before is as it was."""
 
 
 def save_checkpoint(
@@ -231,9 +236,14 @@ def load_checkpoint(
         progress = torch.load(newest / "progress.pt", weights_only=True)
     except (CheckpointException, Exception) as error:
         # torch has many kinds of errors for a file that ends early, or is no such file.
+        instead = "there is no other one: start in another out_dir"
+        if older:
+            instead = (
+                f"without it, {newest_of(older)}: remove {newest.name} to go on from "
+                "there"
+            )
         raise Refused(
-            f"--resume: {newest} cannot be read: {reason(error)}; without it, "
-            f"{newest_of(older)}: remove {newest.name} to go on from there"
+            f"--resume: {newest} cannot be read: {reason(error)}; {instead}"
         ) from error
     set_state_dict(
         policy,
@@ -287,8 +297,10 @@ def save_model(
 ) -> None:
     """A folder that transformers and vLLM load, as a whole or not at all. A collective.
 
-    Raises Refused where it cannot be written.
+    Raises Refused where it cannot be written, and NotSaved where a weight is not finite.
     """
+    if not is_finite(policy):
+        raise NotSaved(f"a weight is not finite, so there is no model in {folder}")
     rank = dist.get_rank()
     weights = {}
     for name, weight in policy.model.state_dict().items():
@@ -298,7 +310,11 @@ def save_model(
             weights[name] = whole.cpu()
     unfinished = folder.with_name(f"{folder.name}.new")
 
+    def clear() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
     def write() -> None:
+        clear()  # of a run that was killed here
         policy.model.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
@@ -307,4 +323,5 @@ def save_model(
     try:
         on_rank_0(write)
     except OSError as error:
+        on_rank_0(clear)  # What there is of it would only fill the disk.
         raise Refused(f"the model cannot be written to {folder}: {error}") from error

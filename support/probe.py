@@ -34,9 +34,14 @@ class SyncProbe:
     """
 
     def __init__(self, engine: Any, policy: Any, prompts: list[list[int]]) -> None:
-        prompts = prompts[:PROMPTS]
+        # vLLM scores a text only where a token more has room.
+        prompts = [prompt[: engine.max_model_len - 2] for prompt in prompts[:PROMPTS]]
+        room = engine.max_model_len - 1 - max(len(prompt) for prompt in prompts)
         self.texts = engine.sample(
-            prompts, 1, seeds=list(range(len(prompts))), max_tokens=RESPONSE_TOKENS
+            prompts,
+            1,
+            seeds=list(range(len(prompts))),
+            max_tokens=min(RESPONSE_TOKENS, room),
         )
         self.at_start = self.distance(engine, policy)
         if not self.at_start <= NATS_AT_START:

@@ -40,7 +40,8 @@ def settings_of(
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     # A hub name has no folder here: its commit stands for the weights.
-    commit = getattr(AutoConfig.from_pretrained(model), "_commit_hash", None)
+    model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    commit = getattr(model_config, "_commit_hash", None)
     settings["weights"] = commit or digest.hexdigest()[:16]
     settings["benchmarks"] = {}
     for task, split in benchmarks.items():

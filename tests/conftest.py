@@ -188,6 +188,7 @@ def run_here(group):
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+                signal.set_wakeup_fd(-1)
 
     return run
 
@@ -197,8 +198,8 @@ def train_here(run_here, tmp_path_factory):
     """Runs train.py with flags in this process; returns its lines of metrics."""
     import train
 
-    def run(*flags):
-        out = tmp_path_factory.mktemp("run") / "here"
+    def run(*flags, out_dir=None):
+        out = out_dir or tmp_path_factory.mktemp("run") / "here"
         defaults = ["--eval_every=0", "--eval_problems=64", f"--out_dir={out}"]
         run_here(train, *defaults, *flags)
         return [json.loads(line) for line in open(out / "metrics.jsonl")]

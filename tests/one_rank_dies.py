@@ -4,7 +4,7 @@
 
 NODES is 1 or 2: the ranks are on one node or each is on a node of its own. The phases
 are those of lives.py; rank 1 sends itself SIGKILL in the second step. No torchrun is
-there that would end the other one. Prints a JSON list, for each phase: {"code": rank
+there that would end the other one. Prints a JSON object, for each phase: {"code": rank
 0's exit code, "printed": what it printed, "seconds": how long it outlived rank 1}.
 """
 
@@ -46,33 +46,49 @@ def environment_of(rank: int, nodes: int, port: int) -> dict[str, str]:
     }
 
 
-def outlive(folder: Path, nodes: int, phase: str) -> dict:
-    """A run of two ranks; what became of rank 0."""
+def begin_two_ranks(
+    folder: Path, flags: list[str], nodes: int, blows: list[list | None]
+) -> list[int]:
+    """Start a run of two ranks, each with its blow or None; their process ids.
+
+    They write into folder/run, and print into folder/printed-0 and folder/printed-1.
+    """
     port = free_port()
-    flags = [*FLAGS, f"--out_dir={folder / 'run'}"]
+    flags = [*flags, f"--out_dir={folder / 'run'}"]
     processes = []
-    for rank, blow in enumerate([None, ["SIGKILL", phase, 2]]):
+    for rank, blow in enumerate(blows):
         environment = environment_of(rank, nodes, port)
         output = folder / f"printed-{rank}"
         processes.append(begin_life(flags, blow, output, environment))
-    rank_0, rank_1 = processes
-    _, status = os.waitpid(rank_1, 0)
-    assert os.waitstatus_to_exitcode(status) == -9, (folder / "printed-1").read_text()
+    return processes
+
+
+def exit_code(process: int) -> int:
+    """Wait for a process: its exit code, or minus the signal that ended it."""
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def outlive(folder: Path, nodes: int, phase: str) -> dict:
+    """A run of two ranks; what became of rank 0."""
+    blows = [None, ["SIGKILL", phase, 2]]
+    rank_0, rank_1 = begin_two_ranks(folder, FLAGS, nodes, blows)
+    assert exit_code(rank_1) == -9, (folder / "printed-1").read_text()
     killed_at = time.monotonic()
-    _, status = os.waitpid(rank_0, 0)
+    code = exit_code(rank_0)
     return {
-        "code": os.waitstatus_to_exitcode(status),
+        "code": code,
         "printed": (folder / "printed-0").read_text(),
         "seconds": time.monotonic() - killed_at,
     }
 
 
 def main(folder: Path, nodes: int, phases: list[str]) -> None:
-    ends = []
+    ends = {}
     for phase in phases:
         of_phase = folder / phase
         of_phase.mkdir()
-        ends.append(outlive(of_phase, nodes, phase))
+        ends[phase] = outlive(of_phase, nodes, phase)
     print(json.dumps(ends))
 
 

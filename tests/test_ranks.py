@@ -1,0 +1,238 @@
+"""How ranks end: each says why, none is left behind, and the same command runs again.
+
+A collective waits in C++ for a rank that is not there any more, and Python's signal
+handlers and exceptions wait with it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from launch import ENVIRONMENT, read_metrics
+
+import train
+from support.flags import OneRankFailed, Refused
+from support.ranks import ONE_WISH, is_alive, run
+
+SHORT = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
+
+
+def run_script(script: str, *arguments: str) -> dict:
+    """What a script of tests/ prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / script, *arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# What a rank says at its end
+
+
+@pytest.mark.parametrize("error", [Refused, FloatingPointError, OneRankFailed])
+@pytest.mark.parametrize("rank, who", [("0", ""), ("3", "rank 3: ")])
+def test_a_refusal_is_printed_on_every_rank(error, rank, who, monkeypatch, capsys):
+    def main() -> None:
+        raise error("the disk is full: free some")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
+    assert run(main) == 1
+    assert capsys.readouterr().err == f"train.py: {who}the disk is full: free some\n"
+
+
+def test_a_rank_whose_neighbor_is_gone_says_so_without_a_traceback(monkeypatch, capsys):
+    def main() -> None:
+        # What gloo says, of which only the beginning is always the same.
+        raise RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection "
+            "closed by peer [127.0.0.1]:4242"
+        )
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert run(main) == 1
+    sentence = "train.py: another rank has ended, and so does this one\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_an_error_that_a_traceback_tells_more_about_keeps_it():
+    def main() -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (1x2 and 3x4)")
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        run(main)
+
+
+# One rank is killed
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-node", "two-nodes"])
+def outlived(request, tmp_path_factory) -> tuple[Path, dict[str, dict]]:
+    """Two ranks, of which rank 1 is killed in step 2, by the phase: (folder, ends)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    phases = ["rollout", "update", "sync", "save"]
+    ends = run_script("one_rank_dies.py", str(folder), str(request.param), *phases)
+    return folder, ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["rollout", "update", "sync", "save"])
+def test_if_one_rank_is_killed_the_other_ends_within_a_minute_with_a_sentence(
+    phase, outlived
+):
+    folder, ends = outlived
+    end = ends[phase]
+    assert end["code"] == 1, end["printed"]
+    assert end["seconds"] < 60
+    *_, last_line = end["printed"].splitlines()
+    assert last_line in (
+        "train.py: another rank has ended, and so does this one",
+        "train.py: rank 1 has ended, and so does this one",
+    )
+    assert "Traceback" not in end["printed"]
+    # The checkpoint of the step before is there.
+    saved = folder / phase / "run/checkpoints/step-000001"
+    assert (saved / ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_after_kill_9_ranks_that_share_an_engine_run_again_also_beside_others(tmp_path):
+    ends = run_script("shared_engines_die.py", str(tmp_path))
+    assert ends["killed"] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert ends["left"] == []
+    assert ends["again"] == [0, 0], ends["printed"]
+    assert ends["beside"] == [0, 0], ends["printed"]
+    first, other = (
+        read_metrics(tmp_path / name / "run") for name in ("first", "other")
+    )
+    # The same seed: had they met in one segment, their numbers would differ.
+    assert [row["reward"] for row in first[1:]] == [row["reward"] for row in other[1:]]
+    assert [row["step"] for row in first] == [0, 1, 2]
+
+
+def test_a_process_that_has_ended_and_was_not_waited_for_is_not_alive():
+    assert is_alive(os.getpid())
+    child = subprocess.Popen(["true"])
+    while is_alive(child.pid):
+        time.sleep(0.01)
+    # It is still in the table of processes: nobody has waited for it.
+    assert Path(f"/proc/{child.pid}").exists()
+    child.wait()
+    assert not is_alive(child.pid)
+
+
+# Signals
+
+
+def test_a_second_ctrl_c_ends_a_rank_at_once_even_where_it_waits_for_another():
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "tests/waits_in_cpp.py"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "waiting\n"
+    # A shell and torchrun both send the first one: that is one wish.
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == f"{int(signal.SIGINT)}\n"
+    time.sleep(ONE_WISH + 0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 128 + signal.SIGINT
+
+
+@pytest.fixture
+def sampled_for(monkeypatch) -> list[int]:
+    """The steps for which train.py samples, in the order in which it does."""
+    steps: list[int] = []
+    sample_step = train.sample_step
+
+    def counted(engine, cfg, step, prompts):
+        steps.append(step)
+        return sample_step(engine, cfg, step, prompts)
+
+    monkeypatch.setattr(train, "sample_step", counted)
+    return steps
+
+
+def test_signals_count_while_the_queue_of_lag_fills(
+    sampled_for, train_here, monkeypatch
+):
+    def agreed_signal(signals: list[int]) -> int:
+        return signal.SIGTERM if len(sampled_for) == 2 else 0
+
+    monkeypatch.setattr(train, "agreed_signal", agreed_signal)
+    sentence = "stopped by signal 15 after step 0: nothing is lost"
+    with pytest.raises(Refused, match=sentence):
+        train_here(*SHORT, "--steps=9", "--lag=6")
+    # The first step would have sampled for seven.
+    assert sampled_for == [1, 2]
+
+
+def test_no_batch_is_sampled_that_no_step_will_use(sampled_for, train_here):
+    rows = train_here(*SHORT, "--steps=4", "--lag=2")
+    assert sampled_for == [1, 2, 3, 4]
+    # Weights 0 sample the first three, and weights 1 the fourth, which is the last.
+    assert [row["weight_version"] for row in rows[1:]] == ["0", "0", "0", "1"]
+
+
+def test_a_lagged_run_that_gets_more_steps_goes_on_without_the_batches_it_left_out(
+    sampled_for, train_here, tmp_path
+):
+    flags = [*SHORT, "--lag=1", "--save_every=1"]
+    train_here(*flags, "--steps=2", out_dir=tmp_path / "run")
+    rows = train_here(*flags, "--steps=4", "--resume", out_dir=tmp_path / "run")
+    assert sampled_for == [1, 2, 3, 4]
+    # Left alone it would have sampled for step 3 by weights 1. They are gone.
+    assert [row["weight_version"] for row in rows[1:]] == ["0", "0", "2", "2"]
+
+
+# A start that fails
+
+
+def out_of_memory(*arguments, **keywords):
+    raise RuntimeError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "part, steps_written",
+    [
+        ("build_engines", []),
+        ("build_policy", []),
+        ("SyncProbe", []),
+        # The line of the evaluation before the first step is there by then.
+        ("sample_step", [0]),
+    ],
+)
+def test_a_start_that_fails_leaves_an_out_dir_that_the_same_command_can_use(
+    part, steps_written, train_here, monkeypatch, tmp_path
+):
+    out = tmp_path / "run"
+    flags = [*SHORT, "--steps=1", "--save_every=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, part, out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train_here(*flags, out_dir=out)
+    rows = read_metrics(out) if (out / "metrics.jsonl").exists() else []
+    assert [row["step"] for row in rows] == steps_written
+    rows = train_here(*flags, out_dir=out)
+    assert [row["step"] for row in rows] == [0, 1]
+
+
+def test_a_run_that_has_a_step_to_lose_is_not_overwritten(train_here, tmp_path):
+    out = tmp_path / "run"
+    train_here(*SHORT, "--steps=1", out_dir=out)
+    with pytest.raises(Refused, match="holds another run: choose another out_dir, or"):
+        train_here(*SHORT, "--steps=1", out_dir=out)
