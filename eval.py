@@ -39,7 +39,7 @@ from support.flags import (
     parse_flags,
 )
 from support.prompts import Split, check_model, encode_problems
-from support.ranks import run
+from support.ranks import run_script
 from support.tasks import task_of
 
 # Resamples of the bootstrap: they move an end of an interval by about 1% of its width.
@@ -307,6 +307,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(main))
+        sys.exit(run_script(main))
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; the same command goes on from the last chunk")

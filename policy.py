@@ -58,7 +58,7 @@ class Policy(torch.nn.Module):
             hidden.split(CHUNK), tokens.split(CHUNK), strict=True
         ):
             logp = checkpoint(
-                log_probabilities,
+                chunk_log_probabilities,
                 hidden_chunk,
                 head,
                 temperature,
@@ -75,7 +75,7 @@ class Policy(torch.nn.Module):
         )
 
 
-def log_probabilities(
+def chunk_log_probabilities(
     hidden: torch.Tensor,
     head: torch.Tensor,
     temperature: float,

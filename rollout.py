@@ -47,14 +47,14 @@ class Rollouts:
     advantage: torch.Tensor | None = None  # [N]
     logp_prox: torch.Tensor | None = None  # [N, T] log pi_theta before the first update
 
-    def rows(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
+    def select(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
         """These responses on this device, without the padding that only others need.
 
         For no rows it is response 0 with a mask that is False everywhere: under FSDP a
         rank that has nothing to do in a forward pass has to take part in it.
         """
         if not rows:
-            padding = self.rows([0], device)
+            padding = self.select([0], device)
             return replace(padding, mask=torch.zeros_like(padding.mask))
         response_length = self.mask[rows].sum(dim=1)  # [len(rows)]
         longest_response = int(response_length.max())
@@ -116,7 +116,7 @@ def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
 
 
 class IncompleteLayers(logging.Handler):
-    """Collects the layers of which vLLM says that a reload brought them not all.
+    """Collects the layers that vLLM reports as incomplete after a reload.
 
     vLLM only logs it, and calls the reload done. A layer that got nothing keeps its old
     weights; what a layer lacks of a part of its weights is whatever was in memory.
@@ -222,7 +222,8 @@ class Engine:
         """
         from vllm import SamplingParams, distributed
 
-        # After a sync its entries are those of older weights; a resumed run has none.
+        # After a sync its entries are those of older weights. And a resumed run, which
+        # is to sample the same, has none.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM kept its prefix cache: is another thread sampling?"

@@ -95,7 +95,7 @@ def sample_and_score(
     kl = torch.zeros_like(rollouts.logp_behavior)
     rows = list(range(len(rollouts.text)))
     for some in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens):
-        micro_batch = rollouts.rows(some, device)
+        micro_batch = rollouts.select(some, device)
         with torch.no_grad():
             logp, top_logp = policy(micro_batch)
             micro_kl = kl_of_positions(top_logp, micro_batch, cfg)

@@ -263,7 +263,7 @@ def share_of_rank(rollouts: Any, group_size: int, rank: int, world: int) -> Any:
     """The groups of a step that a rank samples itself: train.groups_of_rank."""
     responses = range(len(rollouts.text))
     mine = [row for row in responses if row // group_size % world == rank]
-    return rollouts.rows(mine)
+    return rollouts.select(mine)
 
 
 def join_ranks(rollouts_of_rank: tuple[Any, ...], group_size: int) -> Any:
@@ -297,7 +297,8 @@ def save_model(
 ) -> None:
     """A folder that transformers and vLLM load, as a whole or not at all. A collective.
 
-    Raises Refused where it cannot be written, and NotSaved where a weight is not finite.
+    Raises Refused where it cannot be written, and NotSaved where a weight is not
+    finite.
     """
     if not is_finite(policy):
         raise NotSaved(f"a weight is not finite, so there is no model in {folder}")

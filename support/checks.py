@@ -3,7 +3,8 @@
 import fcntl
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,19 +52,20 @@ def holds_a_run(out: Path) -> bool:
     return steps_done(out) > 0 or bool(checkpoints(out))
 
 
-def claim_folder(out: Path) -> TextIO | None:
-    """Make out_dir this run's, for as long as the returned file is open: a collective.
+@contextmanager
+def claim_folder(out: Path) -> Iterator[None]:
+    """Within, out_dir is this run's alone. Entering is a collective.
 
-    The system closes it when the process ends, however it does. None on other ranks
-    than 0, which writes. Raises Refused where another process has it.
+    Rank 0 holds a lock, which the system gives back when the process ends, however it
+    does. Raises Refused where another process has it.
     """
-    lock = None
+    locks: list[TextIO] = []
 
     def take() -> None:
-        nonlocal lock
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / "lock", "a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.append(lock)
 
     try:
         on_rank_0(take)
@@ -74,7 +76,11 @@ def claim_folder(out: Path) -> TextIO | None:
         ) from error
     except OSError as error:
         raise Refused(f"out_dir {out} cannot be written to: {error}") from error
-    return lock
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.close()
 
 
 def check_tensor_parallel(rollout_tp: int) -> None:

@@ -57,7 +57,7 @@ class SyncProbe:
         That of the rank where it is largest. A collective.
         """
         device = next(policy.parameters()).device
-        texts = self.texts.rows(list(range(len(self.texts.text))), device)
+        texts = self.texts.select(list(range(len(self.texts.text))), device)
         with torch.no_grad():
             logp, _ = policy(texts, temperature=1.0)  # [N, T]
         policy.reshard()  # without a backward pass FSDP would keep the root's weights

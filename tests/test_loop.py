@@ -420,7 +420,7 @@ def update_of(stale_batch, moved, group) -> Callable:
         before = weight_vector(policy)
         optimizer = torch.optim.SGD(policy.parameters(), lr=learning_rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda updates: 1.0)
-        rollouts = stale_batch.rows(list(range(16)))
+        rollouts = stale_batch.select(list(range(16)))
         history = update(
             policy,
             optimizer,
@@ -552,7 +552,7 @@ def test_the_weights_on_their_way_out_are_those_after_the_last_update(
     held_by_the_optimizer = weights(policy)
     with torch.no_grad():
         # Without a backward pass it leaves the root's weights gathered.
-        policy(stale_batch.rows([0]))
+        policy(stale_batch.select([0]))
         for weight in held_by_the_optimizer:
             weight.add_(1.0)
     tiny = AutoModelForCausalLM.from_pretrained("tiny").state_dict()
@@ -574,7 +574,7 @@ def test_a_resumed_trainer_makes_the_next_step_of_the_one_that_saved(
     cfg = Config(**BATCH, minibatches=1, warmup_steps=5, learning_rate=1e-2)
 
     def second_step(policy: Policy, optimizer: Any, schedule: Any) -> list[dict]:
-        rollouts = stale_batch.rows(list(range(16)))
+        rollouts = stale_batch.select(list(range(16)))
         p3o = OBJECTIVES["p3o"]
         return update(
             policy, optimizer, schedule, rollouts, p3o, cfg, 2, is_first=False
@@ -582,7 +582,7 @@ def test_a_resumed_trainer_makes_the_next_step_of_the_one_that_saved(
 
     policy = build_policy(moved, group)
     optimizer, schedule = build_optimizer(policy, cfg)
-    first = stale_batch.rows(list(range(16)))
+    first = stale_batch.select(list(range(16)))
     update(policy, optimizer, schedule, first, OBJECTIVES["p3o"], cfg, 1, is_first=True)
     state = (policy, optimizer, schedule)
     save_checkpoint(tmp_path, 1, *state, deque(), group_size=4, keep=1)

@@ -286,7 +286,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: main, and what it evaluates
     "policy_temperature ignored": Mistake(
-        train.main,
+        train.Run.__init__,
         "temperature=cfg.policy_temperature",
         "temperature=1.0",
         [HOT_POLICY],
@@ -307,9 +307,9 @@ MISTAKES: dict[str, Mistake] = {
         ["test_loop.test_what_is_evaluated_is_never_a_quantized_copy"],
     ),
     "a queue that is one batch short": Mistake(
-        train.main,
-        "min(step + cfg.lag, cfg.steps)",
-        "min(step + max(0, cfg.lag - 1), cfg.steps)",
+        train.Run.fill_queue,
+        "min(step + self.cfg.lag, self.cfg.steps)",
+        "min(step + max(0, self.cfg.lag - 1), self.cfg.steps)",
         ["test_train.test_a_batch_is_used_lag_steps_after_it_was_sampled"],
     ),
     # policy.py
@@ -320,7 +320,7 @@ MISTAKES: dict[str, Mistake] = {
         [LOG_SOFTMAX, AGREE],
     ),
     "the policy's temperature multiplied": Mistake(
-        policy.log_probabilities, "/ temperature", "* temperature", [LOG_SOFTMAX]
+        policy.chunk_log_probabilities, "/ temperature", "* temperature", [LOG_SOFTMAX]
     ),
     "the KL's K tokens shifted by one": Mistake(
         policy.Policy.forward,
@@ -391,7 +391,7 @@ MISTAKES: dict[str, Mistake] = {
         ],
     ),
     "rows in another order than their texts": Mistake(
-        rollout.Rollouts.rows,
+        rollout.Rollouts.select,
         "[self.text[row] for row in rows]",
         "[self.text[row] for row in sorted(rows)]",
         ["test_rollout.test_rows_keeps_the_numbers_of_each_row_and_trims_the_padding"],
