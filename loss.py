@@ -34,9 +34,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# The largest weight here, rho log rho of "is", fits a float32 gradient up to 84 nats.
+# A larger |log rho| is an error. From 84 nats on the largest weight here, rho log rho,
+# would not fit a gradient in float32.
 MAX_LOG_RATIO = 82.0  # nats
-# The bucket of all tokens that are not listed counts as at least this probability.
+# kl_divergence puts all tokens that are not listed into one bucket. The probability of
+# the bucket counts as at least this much.
 REST_FLOOR = 1e-5
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -46,9 +48,10 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group. It is the sample's (n - 1) plus 1e-6, where the paper has
-    the population's, so it is 1.07 times smaller at G = 8. Equal rewards have advantage
-    0. ValueError for a group of one, which has nothing to be compared with.
+    deviation of the group. The deviation is the sample's (n - 1), plus 1e-6. The paper
+    has the population's, by which advantages are larger: 1.07 times at G = 8. Equal
+    rewards have advantage 0. ValueError for a group of one, which has nothing to be
+    compared with.
     """
     if reward.shape[-1] < 2:
         raise ValueError(
@@ -68,7 +71,8 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
     log_ratio is log rho, [N, T]. Equal ratios give exactly 1, one dominant ratio 1/|B|.
     With CV the coefficient of variation of rho, e_B = 1 / (1 + CV^2), which over
-    samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). It carries no gradient.
+    samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). |B| times it is the
+    usual effective sample size. It carries no gradient. Metrics call it ess.
     ValueError without tokens; FloatingPointError where log rho is not finite.
     """
     if not mask.any():
@@ -90,14 +94,14 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     grows with K, and is the KL itself when K is the vocabulary. Its gradient goes to
     logp, through the bucket as well.
 
-    The bucket's probability is one less the sum of the others: where they hold nearly
-    all, nothing but the rounding of float32 logarithms, about 1e-6. So it counts as at
-    least REST_FLOOR, for both policies. For true probabilities p and b of the bucket
-    that lowers the value, by p log(p/b) - p + b at most. Two buckets below the floor
-    add nothing. If pi_theta's is below it, the bucket has no gradient, which was less
-    than REST_FLOOR |log(p/b)| times its score. If only pi_b's is below it, the gradient
-    is p log(p/REST_FLOOR) times the score, a weaker pull than p log(p/b). +inf where
-    pi_theta has probability on a listed token that pi_b never samples.
+    The bucket's probability is one less the sum of the others. Where they hold nearly
+    all, that is nothing but the rounding of float32 logarithms, about 1e-6. So it
+    counts as at least REST_FLOOR, for both policies. This can only lower the value: for
+    true probabilities p and b of the bucket, by p log(p/b) - p + b at most. And it can
+    only weaken the pull: there is none through the bucket where pi_theta's is below the
+    floor, and p log(p/REST_FLOOR) in place of p log(p/b) where only pi_b's is.
+
+    +inf where pi_theta has probability on a listed token that pi_b never samples.
     """
     logp = logp.double()
     logp_behavior = logp_behavior.detach().double()
@@ -140,7 +144,7 @@ def p3o_loss(
     token_count: int | None = None,
     kl_estimator: str = "is",
 ) -> Loss:
-    """P3O (12). It has no hyper-parameter; kl_estimator matters only without kl.
+    """P3O (12), without hyper-parameters. kl_estimator matters only where kl is None.
 
     logp [N, T], log pi_theta of the sampled tokens, carries the gradient; logp_behavior
     is [N, T]; advantage [N] or [N, T]; mask [N, T]. kl [N, T] is the KL at each
@@ -168,11 +172,12 @@ def p3o_loss(
     return batch_mean(loss, others, mask, token_count)
 
 
-# The KL of (12) from the sampled token alone, as a function of log rho. The token was
-# drawn by pi_b, so "is" (importance sampling) has the KL as its mean, and its gradient
-# as that of its gradient. "k3" is the authors' code, without its clamp. It is meant for
-# tokens of pi_theta; over tokens of pi_b its mean is chi^2(pi_b || pi_theta) - KL(pi_b
-# || pi_theta), and its pull on a token that has become rare, 1 - 1/rho, has no bound.
+# The KL of (12) from the sampled token alone, as a function of log rho. Over tokens
+# that pi_b sampled, the mean of "is" (importance sampling) is KL(pi_theta || pi_b), and
+# the mean of its gradient is the gradient of the KL. "k3" is what the authors' code
+# has, but for a clamp. It is meant for tokens that pi_theta sampled. Over those of pi_b
+# its mean is chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta), and its pull on a token
+# that has become rare, 1 - 1/rho, has no bound.
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "is": lambda log_ratio: log_ratio.exp() * log_ratio - torch.expm1(log_ratio),
     "k3": lambda log_ratio: log_ratio + torch.expm1(-log_ratio),
@@ -187,7 +192,10 @@ def reinforce(
     *,
     token_count: int | None = None,
 ) -> Loss:
-    """-A_t log pi_theta (Williams 1992): the ratio is not looked at. As p3o_loss."""
+    """-A_t log pi_theta (Williams 1992): the ratio is not looked at.
+
+    Arguments, errors and loss are as in p3o_loss. capped is 0.
+    """
     logp, _, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     loss = -advantage * logp  # [N, T]
     return batch_mean(loss, {"capped": torch.zeros_like(mask)}, mask, token_count)
@@ -202,13 +210,14 @@ def grpo(
     eps: float = 0.2,
     token_count: int | None = None,
 ) -> Loss:
-    """PPO's clipped loss (4) on group advantages. As p3o_loss.
+    """PPO's clipped loss, (4) in the P3O paper, on group advantages.
 
-    (4) is equation 7 of arXiv 1707.06347, -min(rho A, clip(rho, 1 - eps, 1 + eps) A). A
-    token whose ratio has left the range in the direction of its advantage has no
-    gradient. On the other side the weight rho A has no bound. GRPO (arXiv 2402.03300,
-    equation 3) averages over responses first, and adds a KL to a fixed reference model.
-    Here every token counts the same, and there is no reference model.
+    Arguments, errors and loss are as in p3o_loss; capped is the share of tokens without
+    gradient. (4) is equation 7 of arXiv 1707.06347, -min(rho A, clip(rho, 1 - eps, 1 +
+    eps) A). A token whose ratio has left the range in the direction of its advantage
+    has no gradient. On the other side the weight rho A has no bound. GRPO (arXiv
+    2402.03300, equation 3) averages over responses first, and adds a KL to a fixed
+    reference model. Here every token counts the same, and there is no reference model.
     """
     _, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     ratio = log_ratio.exp()  # [N, T]
@@ -221,7 +230,7 @@ def grpo(
 def check_tokens(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi_theta, log rho and A as float64 [N, T], with 0 in place of padding.
+    """log pi_theta, log rho and A as float64 [N, T], checked, and 0 in the padding.
 
     FloatingPointError with the number of the first response that cannot be used.
     """

@@ -94,8 +94,8 @@ class Config(Flags):
     """divide the advantage by its group's standard deviation"""
 
     # A step samples one rollout batch of prompts_per_step x group_size responses, and
-    # makes passes x minibatches optimizer steps on it. B of (11) and (12) is the batch of
-    # one optimizer step, a minibatch.
+    # makes passes x minibatches optimizer steps on it. The batch B of (11) and (12) is
+    # that of one optimizer step: a minibatch.
     steps: PositiveCount = 60
     """rollout batches to learn from"""
     prompts_per_step: PositiveCount = 32
@@ -656,7 +656,7 @@ class Run:
         self.signals = catch_signals()
 
     def fill_queue(self, step: int, log: Log) -> None:
-        """Phases 1 and 2: sample and reward until `lag` batches wait behind this step's.
+        """Phases 1 and 2: sample and reward until `lag` batches wait behind the next.
 
         The first step fills the queue. No batch is sampled that no step will use.
         """

@@ -98,7 +98,8 @@ def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
     command = [sys.executable, "-m", "support.judge", str(os.getpid())]
     environment = dict(os.environ, PYTHONHASHSEED="0")
     for _ in range(ATTEMPTS):
-        # In a session of its own, Ctrl-C does not reach it; `run` ends it then.
+        # In a session of its own, so that Ctrl-C reaches the trainer alone, which then
+        # finishes its step. A judge whose trainer has gone ends.
         done = subprocess.run(
             command,
             cwd=ROOT,
