@@ -323,9 +323,10 @@ class Engine:
 
         `weights` are the (name, tensor) pairs of a state_dict, with both names of a
         tied head. vLLM gets copies, so each may be freed when the next one is asked
-        for. Raises Refused where a layer got nothing, or less than in the first call.
+        for. It loads them as it loads a checkpoint, so fp8 is quantized anew. Raises
+        Refused, on all ranks, where a layer got nothing, or less than in the first
+        call. A collective.
         """
-        from vllm import distributed
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
@@ -336,31 +337,43 @@ class Engine:
         self.incomplete.empty.clear()
         self.incomplete.partial.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
-        # A rank's part of a small vocabulary may be padding alone, which gets nothing:
-        # a layer is forgotten if no rank that shares this engine got a part of it.
-        # A layer that vLLM has padded never gets all; the first sync tells which.
-        partial = Counter(self.incomplete.partial)
-        padded = partial if self.padded_layers is None else self.padded_layers
-        sharing = distributed.get_tp_group()
-        of_ranks: list = [None] * sharing.world_size
-        dist.all_gather_object(
-            of_ranks,
-            (set(self.incomplete.empty), set(partial - padded)),
-            sharing.cpu_group,
-        )
-        forgotten = set.intersection(*[empty for empty, _ in of_ranks])
-        incomplete = set.union(*[partial for _, partial in of_ranks])
-        if forgotten or incomplete:
-            what = "brought nothing to" if forgotten else "left out a part of"
-            layers = ", ".join(sorted(forgotten or incomplete))
-            raise Refused(
-                f"the sync to weights {version!r} {what} a {layers} of the engine: are "
-                "all names of the state_dict there, the tied head's too?"
-            )
-        self.padded_layers = padded
+        complaints: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(complaints, self.missing_weights())
+        for complaint in complaints:
+            if complaint:
+                raise Refused(
+                    f"the sync to weights {version!r} {complaint} of the engine: are "
+                    "all names of the state_dict there, the tied head's too?"
+                )
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.update_weight_version(version)
+
+    def missing_weights(self) -> str:
+        """What the last reload left out, as vLLM logged it; "" if nothing.
+
+        vLLM never fills a layer that it has padded, so the first reload tells which
+        layers those are. That a layer lacks weights from the first one on is found by
+        support.probe alone.
+        """
+        from vllm import distributed
+
+        partial = Counter(self.incomplete.partial)
+        if self.padded_layers is None:
+            self.padded_layers = partial
+        too_little = set(partial - self.padded_layers)
+        # A rank's part of a small vocabulary may be padding alone, which gets nothing:
+        # a layer is empty if no rank that shares this engine got a part of it.
+        sharing = distributed.get_tp_group()
+        empty_of_ranks: list = [None] * sharing.world_size
+        empty = set(self.incomplete.empty)
+        dist.all_gather_object(empty_of_ranks, empty, sharing.cpu_group)
+        empty = set.intersection(*empty_of_ranks)
+        if empty:
+            return f"brought nothing to a {', '.join(sorted(empty))}"
+        if too_little:
+            return f"left out a part of a {', '.join(sorted(too_little))}"
+        return ""
 
     def sleep(self) -> None:
         """On CUDA, lend out the engine's memory until the next load_weights."""

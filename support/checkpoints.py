@@ -28,8 +28,10 @@ from transformers import PreTrainedTokenizerBase
 from support.flags import Refused
 from support.safe_load import SafePlanner, SafeReader
 
-# Fields that a resumed run may change, as they do not change what it learns. Those that
-# size the batches of a forward pass change rounding.
+# Fields that a resumed run may change, as they do not change what it learns. There are
+# two exceptions. Those that size the batches of a forward pass change rounding. And
+# more steps for a finished run with lag begin with rollouts of newer weights than they
+# would have had in a run without an end in between.
 MAY_DIFFER = {
     "out_dir",
     "steps",

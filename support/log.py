@@ -1,7 +1,7 @@
 """What a run tells: a line of metrics a step, and at its end a table and a figure.
 
 Rank 0 writes into out_dir, whole lines: a run that was interrupted leaves valid files.
-metrics.jsonl has, of the step's rollout batch, over all ranks:
+metrics.jsonl has, over all ranks, of the step's rollout batch:
 
     weight_version       the weights that sampled it: the number of steps they had
     reward               mean reward
@@ -10,21 +10,26 @@ metrics.jsonl has, of the step's rollout batch, over all ranks:
     truncated            share of the responses that max_response_tokens cut
     entropy              of pi_b, from its samples: mean of -log pi_b, nats a token
 
-of its updates, as means over them, each over the whole batch B of the update:
+as means over its updates, each of the whole batch B of the update:
 
     loss                 what was minimized; policy_loss and kl_loss are P3O's two terms
     capped               share of tokens with rho > e_B, or that the objective cuts
-    ess, ess_min         e_B (11), and the smallest of the updates
+    ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio, ratio_q1 ...  mean of rho, and its 1%, 50% and 99% quantiles
     ess_central ...      e_B and mean rho, the outer 1% of tokens at each end clamped
-    mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
     grad_norm            before clipping
     learning_rate        of the update
 
-and rollout_seconds, reward_seconds, update_seconds, sync_seconds, tokens_per_second,
-peak_memory_gb. Where the policy was evaluated it has heldout_pass@1 (sampled at
-policy_temperature) and heldout_greedy: of the policy, never of an fp8 copy of it.
+of one update:
+
+    ess_min              the smallest e_B of the updates
+    mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
+
+and rollout_seconds, reward_seconds, update_seconds, sync_seconds, peak_memory_gb, and
+tokens_per_second: response tokens by these seconds. Where the policy was evaluated it
+has heldout_pass@1 (sampled at policy_temperature) and heldout_greedy: of the policy,
+never of an fp8 copy of it.
 """
 
 import importlib.util

@@ -4,6 +4,11 @@ The engine's label of its weights is a string that was set after a sync. What th
 did shows only in numbers, and in a run with lag, fp8, top-p or another temperature no
 step compares them. So a few fixed texts go through engine and trainer now and then, and
 their distance is held against what it was at the start: rounding, and fp8 if it is on.
+
+It is the last of four checks of a sync. rollout.Engine.load_weights refuses a layer
+that got nothing, or less than at first. train.Run.next_rollouts refuses a batch with
+another label than expected. support.checks.check_on_policy refuses a first batch whose
+ratios are not near 1, in a run without any mismatch.
 """
 
 from typing import Any
