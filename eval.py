@@ -1,7 +1,8 @@
 """Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
 
     python eval.py --model runs/NAME --task tiny --samples 8
-    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k math
+    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k math \\
+        --max_response_tokens 4096 --kv_cache_gb 8
 
 pass@k is the probability that at least one of k samples is right. From n >= k samples,
 c of them right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv
@@ -39,7 +40,7 @@ from support.flags import (
     parse_flags,
 )
 from support.prompts import Split, check_model, encode_problems
-from support.ranks import run
+from support.ranks import run_script
 from support.tasks import task_of
 
 # Resamples of the bootstrap: they move an end of an interval by about 1% of its width.
@@ -93,8 +94,9 @@ class EvalConfig(Flags):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased pass@k, c of n samples right; ValueError unless 0 <= c <= n, 1 <= k <=
-    n.
+    """Unbiased pass@k where c of n samples are right (arXiv 2107.03374).
+
+    ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(
@@ -104,8 +106,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
-    """pass@k of each task and of their mean, k = 1..n, from the right samples by
-    problem.
+    """pass@k of each task and of their mean, from the right samples of each problem.
 
     Intervals are the 2.5% and 97.5% quantiles of a bootstrap that resamples the
     problems of each task, each with its n samples. As only the number c of right
@@ -169,8 +170,7 @@ def evaluate(
     first: int = 0,
     **sampling: Any,
 ) -> list[int]:
-    """How many of `samples` responses to each problem are right; the same on every
-    rank.
+    """How many of `samples` responses to each problem are right, on every rank.
 
     Each rank takes every world-th problem, with noise that depends on the problem
     alone: `first` is the place of problems[0] in its task. `sampling` are vLLM's
@@ -179,8 +179,8 @@ def evaluate(
     rank, world = dist.get_rank(), dist.get_world_size()
     seeds = noise_seeds(seed, first, len(problems), samples)
     mine = list(range(rank, len(problems), world))
-    # Ranks that share an engine all have to sample: without problems of its own, the
-    # first.
+    # Ranks that share an engine all have to sample. One without problems of its own
+    # takes the first.
     asked = mine or [0]
     rollouts = engine.sample(
         [prompts[i] for i in asked], samples, [seeds[i] for i in asked], **sampling
@@ -308,6 +308,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(main))
+        sys.exit(run_script(main))
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; the same command goes on from the last chunk")

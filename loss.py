@@ -34,9 +34,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# The largest weight here, rho log rho of "is", fits a float32 gradient up to 84 nats.
+# A larger |log rho| is an error. From 84 nats on the largest weight here, rho log rho,
+# would not fit a gradient in float32.
 MAX_LOG_RATIO = 82.0  # nats
-# The bucket of all tokens that are not listed counts as at least this probability.
+# kl_divergence puts all tokens that are not listed into one bucket. The probability of
+# the bucket counts as at least this much.
 REST_FLOOR = 1e-5
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -46,17 +48,17 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group. It is the sample's (n - 1) plus 1e-6, where the paper has
-    the population's, so it is 1.07 times smaller at G = 8. Equal rewards have advantage
-    0. ValueError for a group of one, which has nothing to be compared with.
+    deviation of the group. The deviation is the sample's (n - 1), plus 1e-6. The paper
+    has the population's, by which advantages are larger: 1.07 times at G = 8. Equal
+    rewards have advantage 0. ValueError for a group of one, which has nothing to be
+    compared with.
     """
     if reward.shape[-1] < 2:
         raise ValueError(
             "an advantage within a group takes two or more responses to a prompt: "
             f"the rewards are {tuple(reward.shape)}"
         )
-    # Subtracting the first reward makes equal rewards 0, and so their advantage exactly
-    # 0.
+    # Where all rewards are equal this makes them 0, and their advantages exactly 0.
     reward = reward - reward[..., :1]
     advantage = reward - reward.mean(dim=-1, keepdim=True)
     if scale:
@@ -69,15 +71,15 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
     log_ratio is log rho, [N, T]. Equal ratios give exactly 1, one dominant ratio 1/|B|.
     With CV the coefficient of variation of rho, e_B = 1 / (1 + CV^2), which over
-    samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). It carries no gradient.
+    samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). |B| times it is the
+    usual effective sample size. It carries no gradient. Metrics call it ess.
     ValueError without tokens; FloatingPointError where log rho is not finite.
     """
     if not mask.any():
         raise ValueError("no response tokens: the effective sample size of nothing")
     check_rows(torch.isfinite(log_ratio) | ~mask, "a log-ratio is not finite")
     log_ratio = log_ratio.detach()[mask].double()  # [|B|]
-    # (11) does not change when all ratios are divided by the largest, and none
-    # overflows.
+    # All ratios may be divided by the largest without changing (11). None overflows.
     ratio = (log_ratio - log_ratio.max()).exp()
     ess = ratio.mean() ** 2 / (ratio**2).mean()
     return ess.clamp(max=1.0)  # Rounding must not lift it above 1.
@@ -92,14 +94,14 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     grows with K, and is the KL itself when K is the vocabulary. Its gradient goes to
     logp, through the bucket as well.
 
-    The bucket's probability is one less the sum of the others: where they hold nearly
-    all, nothing but the rounding of float32 logarithms, about 1e-6. So it counts as at
-    least REST_FLOOR, for both policies. For true probabilities p and b of the bucket
-    that lowers the value, by p log(p/b) - p + b at most. Two buckets below the floor
-    add nothing. If pi_theta's is below it, the bucket has no gradient, which was less
-    than REST_FLOOR |log(p/b)| times its score. If only pi_b's is below it, the gradient
-    is p log(p/REST_FLOOR) times the score, a weaker pull than p log(p/b). +inf where
-    pi_theta has probability on a listed token that pi_b never samples.
+    The bucket's probability is one less the sum of the others. Where they hold nearly
+    all, that is nothing but the rounding of float32 logarithms, about 1e-6. So it
+    counts as at least REST_FLOOR, for both policies. This can only lower the value: for
+    true probabilities p and b of the bucket, by p log(p/b) - p + b at most. And it can
+    only weaken the pull: there is none through the bucket where pi_theta's is below the
+    floor, and p log(p/REST_FLOOR) in place of p log(p/b) where only pi_b's is.
+
+    +inf where pi_theta has probability on a listed token that pi_b never samples.
     """
     logp = logp.double()
     logp_behavior = logp_behavior.detach().double()
@@ -142,13 +144,13 @@ def p3o_loss(
     token_count: int | None = None,
     kl_estimator: str = "is",
 ) -> Loss:
-    """P3O (12). It has no hyper-parameter; kl_estimator matters only without kl.
+    """P3O (12), without hyper-parameters. kl_estimator matters only where kl is None.
 
     logp [N, T], log pi_theta of the sampled tokens, carries the gradient; logp_behavior
     is [N, T]; advantage [N] or [N, T]; mask [N, T]. kl [N, T] is the KL at each
     position, with its gradient (`kl_divergence`); left out, it is estimated from the
     sampled tokens alone by one of KL_ESTIMATORS. ess and token_count are the whole
-    batch's. Returns the loss and its parts, each 0-d: loss = policy_loss + (1 - e_B)
+    batch's. Returns the loss and statistics, each 0-d: loss = policy_loss + (1 - e_B)
     kl_loss; capped is the share of tokens with rho > e_B. ValueError if neither tokens
     nor a token_count are given; FloatingPointError with the number of the response
     where something is not finite, or |log rho| over MAX_LOG_RATIO.
@@ -166,15 +168,16 @@ def p3o_loss(
         kl = KL_ESTIMATORS[kl_estimator](log_ratio)  # [N, T]
     loss = policy_loss + (1 - ess) * kl  # (12), [N, T]
 
-    parts = {"policy_loss": policy_loss, "kl_loss": kl, "capped": ratio > ess}
-    return batch_mean(loss, parts, mask, token_count)
+    others = {"policy_loss": policy_loss, "kl_loss": kl, "capped": ratio > ess}
+    return batch_mean(loss, others, mask, token_count)
 
 
-# The KL of (12) from the sampled token alone, as a function of log rho. The token was
-# drawn by pi_b, so "is" (importance sampling) has the KL as its mean, and its gradient
-# as that of its gradient. "k3" is the authors' code, without its clamp. It is meant for
-# tokens of pi_theta; over tokens of pi_b its mean is chi^2(pi_b || pi_theta) - KL(pi_b
-# || pi_theta), and its pull on a token that has become rare, 1 - 1/rho, has no bound.
+# The KL of (12) from the sampled token alone, as a function of log rho. Over tokens
+# that pi_b sampled, the mean of "is" (importance sampling) is KL(pi_theta || pi_b), and
+# the mean of its gradient is the gradient of the KL. "k3" is what the authors' code
+# has, but for a clamp. It is meant for tokens that pi_theta sampled. Over those of pi_b
+# its mean is chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta), and its pull on a token
+# that has become rare, 1 - 1/rho, has no bound.
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "is": lambda log_ratio: log_ratio.exp() * log_ratio - torch.expm1(log_ratio),
     "k3": lambda log_ratio: log_ratio + torch.expm1(-log_ratio),
@@ -189,7 +192,10 @@ def reinforce(
     *,
     token_count: int | None = None,
 ) -> Loss:
-    """-A_t log pi_theta (Williams 1992): the ratio is not looked at. As p3o_loss."""
+    """-A_t log pi_theta (Williams 1992): the ratio is not looked at.
+
+    Arguments, errors and loss are as in p3o_loss. capped is 0.
+    """
     logp, _, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     loss = -advantage * logp  # [N, T]
     return batch_mean(loss, {"capped": torch.zeros_like(mask)}, mask, token_count)
@@ -204,14 +210,14 @@ def grpo(
     eps: float = 0.2,
     token_count: int | None = None,
 ) -> Loss:
-    """PPO's clipped loss (4) (arXiv 1707.06347, equation 7) on group advantages. As
-    p3o_loss.
+    """PPO's clipped loss, (4) in the P3O paper, on group advantages.
 
-    -min(rho A, clip(rho, 1 - eps, 1 + eps) A): no gradient for a token whose ratio has
-    left the range in the direction of its advantage, an unbounded one, rho A, on the
-    other side. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
-    adds a KL to a fixed reference model; here every token counts the same, and there is
-    none.
+    Arguments, errors and loss are as in p3o_loss; capped is the share of tokens without
+    gradient. (4) is equation 7 of arXiv 1707.06347, -min(rho A, clip(rho, 1 - eps, 1 +
+    eps) A). A token whose ratio has left the range in the direction of its advantage
+    has no gradient. On the other side the weight rho A has no bound. GRPO (arXiv
+    2402.03300, equation 3) averages over responses first, and adds a KL to a fixed
+    reference model. Here every token counts the same, and there is no reference model.
     """
     _, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     ratio = log_ratio.exp()  # [N, T]
@@ -224,14 +230,13 @@ def grpo(
 def check_tokens(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi_theta, log rho and A as float64 [N, T], with 0 in place of padding.
+    """log pi_theta, log rho and A as float64 [N, T], checked, and 0 in the padding.
 
     FloatingPointError with the number of the first response that cannot be used.
     """
     if advantage.dim() == 1:
-        advantage = advantage[:, None].expand_as(
-            mask
-        )  # Every token has its response's.
+        # Every token has the advantage of its response.
+        advantage = advantage[:, None].expand_as(mask)
     # where() comes before any arithmetic: NaN in the padding times 0 would be NaN.
     logp = torch.where(mask, logp, 0.0).double()
     logp_behavior = torch.where(mask, logp_behavior.detach(), 0.0).double()
@@ -246,10 +251,11 @@ def check_tokens(
 
 
 def batch_mean(
-    loss: Tensor, parts: dict[str, Tensor], mask: Tensor, token_count: int | None
+    loss: Tensor, others: dict[str, Tensor], mask: Tensor, token_count: int | None
 ) -> Loss:
-    """The sum of `loss` [N, T] over its tokens, divided by token_count; so of the
-    parts.
+    """The sum of `loss` [N, T] over its tokens, divided by token_count.
+
+    `others`, by name, are [N, T] as well. Their sums go the same way, without gradient.
     """
     if token_count is None:
         token_count = int(mask.sum())
@@ -260,16 +266,14 @@ def batch_mean(
     check_rows(torch.isfinite(loss) | ~mask, "the loss is not finite")
     total = torch.where(mask, loss, 0.0).sum() / token_count
     stats = {"loss": total.detach()}
-    for name, part in parts.items():
-        part = torch.where(mask, part.detach().double(), 0.0)
-        stats[name] = part.sum() / token_count
+    for name, other in others.items():
+        other = torch.where(mask, other.detach().double(), 0.0)
+        stats[name] = other.sum() / token_count
     return total, stats
 
 
 def check_rows(good: Tensor, what: str) -> None:
-    """FloatingPointError with the first response that has an entry of good [N, T]
-    False.
-    """
+    """FloatingPointError with the first response that is not all good, [N, T]."""
     if not good.all():
         row = int((~good).any(dim=-1).nonzero()[0])
         raise FloatingPointError(
@@ -278,9 +282,7 @@ def check_rows(good: Tensor, what: str) -> None:
 
 
 class Batch(NamedTuple):
-    """The whole batch B of an optimizer step, gathered from all micro-batches and
-    ranks.
-    """
+    """The whole batch B of an optimizer step, of all micro-batches and all ranks."""
 
     log_ratio: Tensor  # [N, T] log rho, without gradient
     advantage: Tensor  # [N, T]
@@ -301,22 +303,21 @@ def token_count_and_ess_of(batch: Batch, **hyper_parameters: Any) -> dict[str, A
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, and what the trainer hands to it beside the four tensors of a
-    micro-batch.
+    """A loss, and what the trainer gives it beside the tensors of a micro-batch.
 
     The trainer finds it in OBJECTIVES, or anywhere else by `--objective module:name`.
     """
 
     loss: Callable[..., Loss]
-    # Keywords that only the whole batch can tell: a function of it and the
-    # hyper-parameters.
+    # The keywords that only the whole batch can tell, as a function of the batch and of
+    # the hyper-parameters.
     batch_quantities: Callable[..., dict[str, Any]] = token_count_of
-    # Keywords that the user may set with --objective_args, and their defaults.
+    # The keywords that the user may set with --objective_args, and their defaults.
     hyper_parameters: dict[str, float | str] = field(default_factory=dict)
-    takes_kl: bool = False  # kl: the KL at each position
-    takes_logp_prox: bool = (
-        False  # logp_prox: log pi_theta before the step's first update
-    )
+    # Whether it takes kl, the KL at each position.
+    takes_kl: bool = False
+    # Whether it takes logp_prox, log pi_theta before the step's first update.
+    takes_logp_prox: bool = False
 
     def __call__(self, *tensors: Tensor, **keywords: Any) -> Loss:
         return self.loss(*tensors, **keywords)

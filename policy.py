@@ -32,50 +32,56 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def forward(
-        self, batch: Rollouts, temperature: float | None = None
+        self, rollouts: Rollouts, temperature: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """log pi_theta of the response tokens, [N, T], and of the top_tokens, [N, T,
-        K].
+        """log pi_theta of the response tokens and of the K top_tokens at each.
 
-        In nats, float32, with 0 where the mask is False; at the policy's own
-        temperature if no other is given. The head is applied in float32, to response
-        positions alone, CHUNK of them at a time, and once more in the backward pass: no
-        tensor of size tokens x vocabulary is ever kept.
+        [N, T] and [N, T, K], in nats, float32, with 0 where the mask is False; at the
+        policy's own temperature if no other is given. The head is applied in float32,
+        to response positions alone, CHUNK of them at a time, and once more in the
+        backward pass: no tensor of size tokens x vocabulary is ever kept.
         """
         temperature = self.temperature if temperature is None else temperature
         # Right padding needs no attention mask: no token sees a later one.
-        output = self.model.base_model(input_ids=batch.tokens, use_cache=False)
-        row, t = batch.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
-        position = batch.prompt_length[row] + t  # [M]
+        output = self.model.base_model(input_ids=rollouts.tokens, use_cache=False)
+        row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
+        position = rollouts.prompt_length[row] + t  # [M]
         # A token is predicted from the position before it.
         hidden = output[0][row, position - 1]  # [M, D]
-        sampled = batch.tokens[row, position][:, None]  # [M, 1]
-        wanted = torch.cat([sampled, batch.top_tokens[row, t]], dim=1)  # [M, 1 + K]
+        sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
+        top_tokens = rollouts.top_tokens[row, t]  # [M, K]
+        tokens = torch.cat([sampled_token, top_tokens], dim=1)  # [M, 1 + K]
         head = self.model.get_output_embeddings().weight  # [V, D]
         chunks = []
-        # Without any token there is one empty chunk: FSDP needs a graph to go back
-        # through.
-        for h, tokens in zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True):
+        # Without any token there is one empty chunk. FSDP needs its graph.
+        for hidden_chunk, token_chunk in zip(
+            hidden.split(CHUNK), tokens.split(CHUNK), strict=True
+        ):
             logp = checkpoint(
-                log_probabilities, h, head, temperature, tokens, use_reentrant=False
+                chunk_log_probabilities,
+                hidden_chunk,
+                head,
+                temperature,
+                token_chunk,
+                use_reentrant=False,
             )
             chunks.append(logp)
         logp = torch.cat(chunks)  # [M, 1 + K]
-        sampled_logp = logp.new_zeros(batch.mask.shape)
-        top_logp = logp.new_zeros(batch.top_tokens.shape)
+        sampled_logp = logp.new_zeros(rollouts.mask.shape)
+        top_logp = logp.new_zeros(rollouts.top_tokens.shape)
         return (
             sampled_logp.index_put((row, t), logp[:, 0]),  # [N, T]
             top_logp.index_put((row, t), logp[:, 1:]),  # [N, T, K]
         )
 
 
-def log_probabilities(
+def chunk_log_probabilities(
     hidden: torch.Tensor,
     head: torch.Tensor,
     temperature: float,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """log pi_theta of the wanted tokens at a chunk of positions: [chunk, 1 + K]."""
+    """log pi_theta of these tokens, [chunk, 1 + K], at a chunk of positions."""
     logits = hidden.float() @ head.float().T / temperature  # [chunk, V]
     return logits.log_softmax(dim=-1).gather(1, tokens)
 
@@ -115,6 +121,8 @@ def build_policy(
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
+    # In training mode, without which there is no gradient checkpointing. A model with
+    # dropout has been refused by then.
     return policy.train()
 
 

@@ -96,9 +96,10 @@ NUMBER = re.compile(
     r"(?P<digits>(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)",
     re.ASCII,
 )
-# Digits and operators are among these.
+# A text with one of these characters, a digit or an operator for one, is no unit.
 NOT_IN_A_UNIT = re.compile(r"[^A-Za-z\s%°$€£'/.,;:()-]")
-# Words after which 18 is another number, or not the only one, or not one at all.
+# Words that follow no number: 18 million is another one, 84 or 85 are two, 18 x is
+# none.
 NOT_UNITS = set(
     "hundred hundreds thousand thousands million millions billion billions trillion "
     "trillions dozen dozens k bn mn half quarter plus minus or x y n".split()
@@ -154,11 +155,16 @@ SCALE = re.compile(rf"(?<=\d){SPACE}*(\\text\s*\{{\s*)?({'|'.join(POWERS)})s?\b"
 
 
 def latex_of(text: str) -> str:
-    r"""LaTeX that math_verify understands as people do; "" for what is ambiguous.
+    r"""LaTeX that math_verify understands as people do.
 
-    Left alone, it would read 1 2 as 1 + 2, 2 3/4 as 5/4, 204_5 as 204, 1e-7 with
-    Euler's number, and 18\text{ million} as 18.
+    It is "" for what is ambiguous, and for more than MAX_ANSWER characters. Left alone,
+    it would read 1 2 as 1 + 2, 2 3/4 as 5/4, 204_5 as 204, 1e-7 with Euler's number,
+    and 18\text{ million} as 18.
     """
+    text = text.strip()
+    # EDGES, for one, takes time by the square of the length.
+    if len(text) > MAX_ANSWER:
+        return ""
     text = EDGES.sub("", text)
     text = GROUPED_DIGITS.sub(lambda found: re.sub(SPACE, "", found[0]), text)
     text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)

@@ -35,9 +35,7 @@ class Rollouts:
     """N responses, padded on the right. Column t of [N, T] is the t-th token."""
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
-    prompt_length: (
-        torch.Tensor
-    )  # [N]; response token t is at position prompt_length + t
+    prompt_length: torch.Tensor  # [N], where the response begins in tokens
     mask: torch.Tensor  # [N, T] bool: True on response tokens
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
     top_tokens: torch.Tensor  # [N, T, K] the K tokens that pi_b finds most likely there
@@ -49,14 +47,14 @@ class Rollouts:
     advantage: torch.Tensor | None = None  # [N]
     logp_prox: torch.Tensor | None = None  # [N, T] log pi_theta before the first update
 
-    def rows(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
+    def select(self, rows: list[int], device: torch.device | str = "cpu") -> "Rollouts":
         """These responses on this device, without the padding that only others need.
 
         For no rows it is response 0 with a mask that is False everywhere: under FSDP a
         rank that has nothing to do in a forward pass has to take part in it.
         """
         if not rows:
-            padding = self.rows([0], device)
+            padding = self.select([0], device)
             return replace(padding, mask=torch.zeros_like(padding.mask))
         response_length = self.mask[rows].sum(dim=1)  # [len(rows)]
         longest_response = int(response_length.max())
@@ -75,11 +73,10 @@ class Rollouts:
 
 
 def init_distributed() -> dist.DeviceMesh:
-    """Join torchrun's process group, or be its only rank: the mesh (node, rank) or
-    (rank,).
+    """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
 
-    It comes before the engine, which would otherwise make a group of its own, of the
-    wrong size.
+    Its dimensions are (node, rank), or (rank,) on one node. It comes before the engine,
+    which would otherwise make a group of its own, of the wrong size.
     """
     if "RANK" not in os.environ:
         # Not under torchrun. Port 0 is any free one.
@@ -96,8 +93,7 @@ def init_distributed() -> dist.DeviceMesh:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-        # torchrun gives each of several ranks one thread. The engine keeps what it
-        # finds.
+        # torchrun gives each of several ranks one thread, and the engine would keep it.
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // ranks_of_node))
     if nodes == 1:
@@ -120,7 +116,7 @@ def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
 
 
 class IncompleteLayers(logging.Handler):
-    """Collects the layers of which vLLM says that a reload brought them not all.
+    """Collects the layers that vLLM reports as incomplete after a reload.
 
     vLLM only logs it, and calls the reload done. A layer that got nothing keeps its old
     weights; what a layer lacks of a part of its weights is whatever was in memory.
@@ -201,14 +197,13 @@ class Engine:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-                # The cache has its size: this share is not used, but vLLM wants it to
-                # be free.
+                # The cache has its size. vLLM wants this share of the memory to be
+                # free, and does not use it.
                 gpu_memory_utilization=0.01,
                 enforce_eager=not cuda,
                 enable_sleep_mode=self.can_sleep,
                 use_tqdm_on_load=verbose,
-                # On CPU vLLM cannot prefill a prompt in pieces if the prompt has its
-                # own seed.
+                # On CPU vLLM cannot prefill a prompt that has its own seed in pieces.
                 enable_chunked_prefill=cuda,
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
@@ -227,8 +222,8 @@ class Engine:
         """
         from vllm import SamplingParams, distributed
 
-        # Its entries are those of older weights after a sync, and missing in a resumed
-        # run.
+        # After a sync its entries are those of older weights. And a resumed run, which
+        # is to sample the same, has none.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM kept its prefix cache: is another thread sampling?"
@@ -266,16 +261,16 @@ class Engine:
             prompt = output.prompt_token_ids
             for response in output.outputs:
                 ids = list(response.token_ids)
-                # vLLM lists, for each token, the sampled one and then the K most
-                # likely.
+                # For each position vLLM lists the sampled token, and then the K most
+                # likely ones.
                 shape = (len(ids), 1 + self.top_logprobs)
-                listed = torch.tensor(response.logprobs.token_ids).view(shape)
+                listed_tokens = torch.tensor(response.logprobs.token_ids).view(shape)
                 logp = torch.tensor(response.logprobs.logprobs).view(shape)
                 tokens.append(torch.tensor(prompt + ids))
                 prompt_length.append(len(prompt))
                 mask.append(torch.ones(len(ids), dtype=torch.bool))
                 logp_behavior.append(logp[:, 0])
-                top_tokens.append(listed[:, 1:])
+                top_tokens.append(listed_tokens[:, 1:])
                 top_logp_behavior.append(logp[:, 1:])
                 truncated.append(response.finish_reason == "length")
                 text.append(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -293,11 +288,11 @@ class Engine:
             weight_version=" and ".join(sorted(versions)),
         )
 
-    def score(self, rollouts: Rollouts) -> torch.Tensor:
+    def log_probabilities(self, rollouts: Rollouts) -> torch.Tensor:
         """The engine's log-probabilities of these responses at temperature 1: [N, T].
 
-        In nats, 0 where the mask is False. Ranks that share an engine score the same
-        ones.
+        In nats, 0 where the mask is False. Ranks that share an engine ask for the same
+        responses.
         """
         from vllm import SamplingParams
 
@@ -313,13 +308,13 @@ class Engine:
             seed=0,
         )
         outputs = self.llm.generate(prompts, only_the_prompt, use_tqdm=False)
-        scores = torch.zeros_like(rollouts.logp_behavior)
+        log_probabilities = torch.zeros_like(rollouts.logp_behavior)
         for row, output in enumerate(outputs):
             # The first token of a prompt has no log-probability.
             first = int(rollouts.prompt_length[row]) - 1
             logp = torch.tensor(output.prompt_logprobs.logprobs)[first:]
-            scores[row, : len(logp)] = logp
-        return scores
+            log_probabilities[row, : len(logp)] = logp
+        return log_probabilities
 
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: str
@@ -328,9 +323,10 @@ class Engine:
 
         `weights` are the (name, tensor) pairs of a state_dict, with both names of a
         tied head. vLLM gets copies, so each may be freed when the next one is asked
-        for. Raises Refused where a layer got nothing, or less than in the first call.
+        for. It loads them as it loads a checkpoint, so fp8 is quantized anew. Raises
+        Refused, on all ranks, where a layer got nothing, or less than in the first
+        call. A collective.
         """
-        from vllm import distributed
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
@@ -341,43 +337,51 @@ class Engine:
         self.incomplete.empty.clear()
         self.incomplete.partial.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
-        # A rank's part of a small vocabulary may be padding alone, which gets nothing:
-        # a layer is forgotten if no rank that shares this engine got a part of it.
-        # A layer that vLLM has padded never gets all; the first sync tells which.
-        partial = Counter(self.incomplete.partial)
-        padded = partial if self.padded_layers is None else self.padded_layers
-        sharing = distributed.get_tp_group()
-        of_ranks: list = [None] * sharing.world_size
-        dist.all_gather_object(
-            of_ranks,
-            (set(self.incomplete.empty), set(partial - padded)),
-            sharing.cpu_group,
-        )
-        forgotten = set.intersection(*[empty for empty, _ in of_ranks])
-        incomplete = set.union(*[partial for _, partial in of_ranks])
-        if forgotten or incomplete:
-            what = "brought nothing to" if forgotten else "left out a part of"
-            layers = ", ".join(sorted(forgotten or incomplete))
-            raise Refused(
-                f"the sync to weights {version!r} {what} a {layers} of the engine: are "
-                "all names of the state_dict there, the tied head's too?"
-            )
-        self.padded_layers = padded
+        complaints: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(complaints, self.missing_weights())
+        for complaint in complaints:
+            if complaint:
+                raise Refused(
+                    f"the sync to weights {version!r} {complaint} of the engine: are "
+                    "all names of the state_dict there, the tied head's too?"
+                )
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.update_weight_version(version)
 
-    def sleep(self) -> None:
-        """On CUDA, lend out the memory of weights and cache until the next
-        load_weights.
+    def missing_weights(self) -> str:
+        """What the last reload left out, as vLLM logged it; "" if nothing.
+
+        vLLM never fills a layer that it has padded, so the first reload tells which
+        layers those are. That a layer lacks weights from the first one on is found by
+        support.probe alone.
         """
+        from vllm import distributed
+
+        partial = Counter(self.incomplete.partial)
+        if self.padded_layers is None:
+            self.padded_layers = partial
+        too_little = set(partial - self.padded_layers)
+        # A rank's part of a small vocabulary may be padding alone, which gets nothing:
+        # a layer is empty if no rank that shares this engine got a part of it.
+        sharing = distributed.get_tp_group()
+        empty_of_ranks: list = [None] * sharing.world_size
+        empty = set(self.incomplete.empty)
+        dist.all_gather_object(empty_of_ranks, empty, sharing.cpu_group)
+        empty = set.intersection(*empty_of_ranks)
+        if empty:
+            return f"brought nothing to a {', '.join(sorted(empty))}"
+        if too_little:
+            return f"left out a part of a {', '.join(sorted(too_little))}"
+        return ""
+
+    def sleep(self) -> None:
+        """On CUDA, lend out the engine's memory until the next load_weights."""
         if self.can_sleep:
             self.llm.sleep(level=2)
 
     def close(self) -> None:
-        """End the engine and the process group with it: the last thing that a rank
-        does.
-        """
+        """End the engine and the process group: the last thing that a rank does."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -395,8 +399,8 @@ def main() -> None:
             rollouts.tokens[1, rollouts.prompt_length[1] + t]
         )
         top = [
-            f"{engine.tokenizer.decode(listed)!r} {logp:.3f}"
-            for listed, logp in zip(
+            f"{engine.tokenizer.decode(top_token)!r} {logp:.3f}"
+            for top_token, logp in zip(
                 rollouts.top_tokens[1, t],
                 rollouts.top_logp_behavior[1, t],
                 strict=True,

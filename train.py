@@ -1,5 +1,4 @@
-"""P3O end to end: sample with vLLM, check the answers, update the policy, sync the
-weights.
+"""P3O end to end: sample with vLLM, reward, update the policy, sync the weights.
 
     torchrun train.py                # the embedded default, on two CPU cores
     torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
@@ -7,7 +6,7 @@ weights.
 `main` is the loop; `accumulate_gradient` computes the gradient of one batch B. A run
 writes out_dir/{config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoints/,
 model/}. Steps are numbered from 1: weights "7" are those after step 7, and weights "0"
-are the initial ones.
+are the initial ones. A collective is a function that all ranks have to call together.
 """
 
 import json
@@ -69,14 +68,15 @@ from support.flags import (
 )
 from support.log import Log
 from support.probe import PROBE_EVERY, SyncProbe
-from support.prompts import Split, check_model, encode_problems
-from support.ranks import catch_signals, run, say, watch_ranks
+from support.prompts import Split, check_dropout, check_model, encode_problems
+from support.ranks import catch_signals, run_script, say, watch_ranks
 from support.tasks import task_of
 
 
 class Config(Flags):
-    """A run. How far its data is off-policy is set by temperature, top_p, top_k,
-    rollout_quantization, lag and passes x minibatches; rounding adds a little."""
+    """A run. How far its data is off-policy is set by temperature (against
+    policy_temperature), top_p, top_k, rollout_quantization, lag, and passes x
+    minibatches; rounding adds a little."""
 
     model: str = "tiny"
     """the initial policy: a model folder or a hub name"""
@@ -93,7 +93,9 @@ class Config(Flags):
     scale_advantage: bool = True
     """divide the advantage by its group's standard deviation"""
 
-    # The batch
+    # A step samples one rollout batch of prompts_per_step x group_size responses, and
+    # makes passes x minibatches optimizer steps on it. The batch B of (11) and (12) is
+    # that of one optimizer step: a minibatch.
     steps: PositiveCount = 60
     """rollout batches to learn from"""
     prompts_per_step: PositiveCount = 32
@@ -187,19 +189,29 @@ def problems_of_step(cfg: Config, step: int, problem_count: int) -> list[int]:
 
 
 def weights_that_sample(cfg: Config, step: int) -> int:
-    """Which weights sample a step's batch: those of `lag` steps before the newest."""
+    """Which weights sample a step's batch: those of `lag` steps before the newest.
+
+    Step 7 updates weights 6. At lag 4 its batch is sampled by weights 2.
+    """
     return max(0, step - 1 - cfg.lag)
+
+
+def groups_of_rank(group_count: int) -> range:
+    """Which groups of a step this rank samples and learns from: r, r + w, r + 2w, ...
+
+    for rank r of w. A group is the responses to one prompt, and is never divided.
+    """
+    return range(dist.get_rank(), group_count, dist.get_world_size())
 
 
 def sample_step(
     engine: Engine, cfg: Config, step: int, prompts: list[list[int]]
 ) -> Rollouts:
-    """1 rollout: this rank's share of the responses for a step. A collective.
+    """Phase 1, rollout: this rank's share of the responses for a step. A collective.
 
-    Rank r of w has groups r, r + w, r + 2w, ... of the step. The noise of a group
-    depends on its place alone, so the samples are the same for any number of ranks.
+    The noise of a group depends on its place in the run alone, so the samples are the
+    same for any number of ranks.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     problems = problems_of_step(cfg, step, len(prompts))
     seeds = noise_seeds(
         cfg.seed + 1,  # Evaluations have seed 0.
@@ -207,10 +219,11 @@ def sample_step(
         count=cfg.prompts_per_step,
         spacing=cfg.group_size,
     )
+    groups = groups_of_rank(cfg.prompts_per_step)
     return engine.sample(
-        [prompts[problem] for problem in problems[rank::world]],
+        [prompts[problems[group]] for group in groups],
         cfg.group_size,
-        seeds[rank::world],
+        [seeds[group] for group in groups],
         max_tokens=cfg.max_response_tokens,
         temperature=cfg.temperature,
         top_p=cfg.top_p,
@@ -221,11 +234,11 @@ def sample_step(
 def add_reward(
     rollouts: Rollouts, cfg: Config, step: int, problems: list[dict[str, str]]
 ) -> None:
-    """2 reward: check each of this rank's responses, and compare it with its group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Phase 2, reward: check this rank's responses, compare each with its group."""
+    numbers = problems_of_step(cfg, step, len(problems))
     answers = []
-    for problem in problems_of_step(cfg, step, len(problems))[rank::world]:
-        answers += [problems[problem]["answer"]] * cfg.group_size
+    for group in groups_of_rank(cfg.prompts_per_step):
+        answers += [problems[numbers[group]]["answer"]] * cfg.group_size
     reward = score(rollouts.text, answers, task_of(cfg.task).verifier)
     rollouts.reward = torch.tensor(reward)  # [N]
     groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
@@ -233,50 +246,55 @@ def add_reward(
     rollouts.advantage = advantage.flatten()  # [N]
 
 
-def minibatches_of_pass(cfg: Config, step: int, number: int) -> list[list[int]]:
+def rows_of_minibatches(cfg: Config, step: int, pass_number: int) -> list[list[int]]:
     """This rank's rows of each minibatch of a pass over the rollouts.
 
     A minibatch has whole groups, by their place in the step: on any number of ranks it
     is the same set of responses.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shuffle = random.Random(f"{cfg.seed} {step} {number}")
+    shuffle = random.Random(f"{cfg.seed} {step} {pass_number}")
     groups = shuffle.sample(range(cfg.prompts_per_step), cfg.prompts_per_step)
+    my_groups = groups_of_rank(cfg.prompts_per_step)
     minibatches = []
     for minibatch in range(cfg.minibatches):
         rows = []
         for group in groups[minibatch :: cfg.minibatches]:
-            if group % world == rank:  # as in sample_step
-                first_row = group // world * cfg.group_size
+            if group in my_groups:
+                first_row = my_groups.index(group) * cfg.group_size
                 rows += range(first_row, first_row + cfg.group_size)
         minibatches.append(rows)
     return minibatches
 
 
-def micro_batches(
+def rows_of_micro_batches(
     rollouts: Rollouts, rows: list[int], max_tokens: int
 ) -> list[list[int]]:
     """The rows in micro-batches of at most max_tokens each, padding included.
 
-    A row that is longer than that is alone.
-    Every rank gets equally many, some of them perhaps empty: FSDP needs all ranks in
-    every forward pass. A collective.
+    A row that is longer than that is alone. Every rank gets equally many micro-batches,
+    some of them perhaps empty: FSDP needs all ranks in every forward pass. A
+    collective.
     """
     length = (rollouts.prompt_length + rollouts.mask.sum(dim=1)).tolist()
-    micros: list[list[int]] = [[]]
+    micro_batches = []
+    newest: list[int] = []
     # By length, to pad little; so each row is the longest so far, and pads the others.
     for row in sorted(rows, key=length.__getitem__):
-        if micros[-1] and (len(micros[-1]) + 1) * length[row] > max_tokens:
-            micros.append([])
-        micros[-1].append(row)
-    most = torch.tensor(len(micros))
+        if newest and (len(newest) + 1) * length[row] > max_tokens:
+            micro_batches.append(newest)
+            newest = []
+        newest.append(row)
+    micro_batches.append(newest)
+    most = torch.tensor(len(micro_batches))
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    for _ in range(int(most) - len(micros)):
-        micros.append([])
-    return micros
+    while len(micro_batches) < most:
+        micro_batches.append([])
+    return micro_batches
 
 
-def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -> Batch:
+def gather_batch(
+    micro_batches: list[Rollouts], logps: list[torch.Tensor], step: int
+) -> Batch:
     """The whole batch B, from the micro-batches of all ranks and their log pi_theta.
 
     A collective. Raises FloatingPointError, on all ranks, with the first response that
@@ -285,26 +303,28 @@ def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -
     my_rows = sum(logp.shape[0] for logp in logps)
     my_columns = max(logp.shape[1] for logp in logps)
     shape = torch.tensor([my_rows, my_columns])
-    dist.all_reduce(shape, dist.ReduceOp.MAX)  # Every rank is padded to the largest.
+    # Every rank is padded to the largest one.
+    dist.all_reduce(shape, dist.ReduceOp.MAX)
     rows, columns = shape.tolist()
     stacks = []
-    for micro, logp in zip(micros, logps, strict=True):
-        log_ratio = logp.detach() - micro.logp_behavior
-        advantage = micro.advantage[:, None].expand_as(logp)
-        stack = torch.stack([log_ratio, advantage, micro.mask])  # [3, N_i, T_i]
+    for micro_batch, logp in zip(micro_batches, logps, strict=True):
+        log_ratio = logp.detach() - micro_batch.logp_behavior
+        advantage = micro_batch.advantage[:, None].expand_as(logp)
+        stack = torch.stack([log_ratio, advantage, micro_batch.mask])  # [3, N_i, T_i]
         stacks.append(pad(stack, (0, columns - logp.shape[1])))
-    mine = pad(
-        torch.cat(stacks, dim=1), (0, 0, 0, rows - my_rows)
-    )  # [3, rows, columns]
+    mine = torch.cat(stacks, dim=1)  # [3, my_rows, columns]
+    mine = pad(mine, (0, 0, 0, rows - my_rows))  # [3, rows, columns]
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, mine)
     log_ratio, advantage, mask = torch.cat(of_ranks, dim=1)  # [N, T] each
     mask = mask.bool()
 
-    usable = (log_ratio.abs() <= MAX_LOG_RATIO) & advantage.isfinite() | ~mask
-    if not usable.all():
-        rank, row = divmod(int(usable.all(dim=1).int().argmin()), rows)
-        text = text_of_response(rank, row, micros)
+    is_usable = (log_ratio.abs() <= MAX_LOG_RATIO) & advantage.isfinite()
+    is_usable |= ~mask
+    if not is_usable.all():
+        first = int(is_usable.all(dim=1).int().argmin())
+        rank, row = divmod(first, rows)
+        text = text_of_response(rank, row, micro_batches)
         raise FloatingPointError(
             f"step {step}, rank {rank}: |log rho| is over {MAX_LOG_RATIO} nats, or the "
             f"advantage is not finite, in response {text!r}: look at the sync, the "
@@ -319,21 +339,21 @@ def gather_batch(micros: list[Rollouts], logps: list[torch.Tensor], step: int) -
     )
 
 
-def text_of_response(rank: int, row: int, micros: list[Rollouts]) -> str:
+def text_of_response(rank: int, row: int, micro_batches: list[Rollouts]) -> str:
     """The text of a rank's row of the minibatch, on every rank. A collective."""
-    texts = [text for micro in micros for text in micro.text]
+    texts = [text for micro_batch in micro_batches for text in micro_batch.text]
     text = [texts[row] if dist.get_rank() == rank else ""]
     dist.broadcast_object_list(text, src=rank)
     return text[0]
 
 
 def kl_of_positions(
-    top_logp: torch.Tensor, micro: Rollouts, cfg: Config
+    top_logp: torch.Tensor, micro_batch: Rollouts, cfg: Config
 ) -> torch.Tensor | None:
     """KL(pi_theta || pi_b) by position, with its gradient: [N, T]; None if K is 0."""
     if top_logp.shape[-1] == 0:
         return None
-    top_logp_behavior = micro.top_logp_behavior
+    top_logp_behavior = micro_batch.top_logp_behavior
     if cfg.top_p < 1 or cfg.top_k > 0:
         top_logp, top_logp_behavior = restrict_to_support(top_logp, top_logp_behavior)
     return kl_divergence(top_logp, top_logp_behavior)
@@ -347,8 +367,7 @@ def accumulate_gradient(
     cfg: Config,
     step: int,
 ) -> dict[str, float]:
-    """Add the objective's gradient on one minibatch to the policy's; returns
-    statistics.
+    """Add the gradient on one minibatch to the policy's; returns its statistics.
 
     `rows` are this rank's. The batch B of (11) and (12) is the minibatch on all ranks:
     how it is divided into micro-batches and among ranks changes neither e_B nor the
@@ -356,31 +375,43 @@ def accumulate_gradient(
     not finite, and OneRankFailed where a rank's loss is not.
     """
     device = next(policy.parameters()).device
-    micros = [
-        rollouts.rows(micro_rows, device)
-        for micro_rows in micro_batches(rollouts, rows, cfg.micro_batch_tokens)
+    micro_batches = [
+        rollouts.select(rows_of_one, device)
+        for rows_of_one in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens)
     ]
-    # e_B takes the ratios of the whole batch before any gradient. With several
-    # micro-batches that is a pass of its own, one more forward for each; a single one
-    # keeps its graph for the loss.
-    single = len(micros) == 1
-    with torch.set_grad_enabled(single):
-        outputs = [policy(micro) for micro in micros]  # [N_i, T_i] and [N_i, T_i, K]
-    batch = gather_batch(micros, [logp for logp, _ in outputs], step)
+    # e_B needs the ratios of the whole batch before there is any gradient. With several
+    # micro-batches that takes one more forward pass for each, about a third more
+    # computation. A single one keeps its graph, and needs no second pass.
+    is_single = len(micro_batches) == 1
+    logps = []
+    with torch.set_grad_enabled(is_single):
+        for micro_batch in micro_batches:
+            output = policy(micro_batch)
+            logps.append(output[0])
+    batch = gather_batch(micro_batches, logps, step)
 
+    # What the loss has to know of the whole batch: for P3O e_B and the token count.
     hyper_parameters = objective.hyper_parameters
-    keywords = hyper_parameters | objective.batch_quantities(batch, **hyper_parameters)
+    of_batch = objective.batch_quantities(batch, **hyper_parameters)
+    keywords = {**hyper_parameters, **of_batch}
     sums: dict[str, float] = defaultdict(float)
-    for micro in micros:
-        logp, top_logp = outputs[0] if single else policy(micro)
-        kl = kl_of_positions(top_logp, micro, cfg)
+    for micro_batch in micro_batches:
+        if not is_single:
+            output = policy(micro_batch)
+        logp, top_logp = output  # [N_i, T_i] and [N_i, T_i, K]
+        with torch.set_grad_enabled(objective.takes_kl):
+            kl = kl_of_positions(top_logp, micro_batch, cfg)
         if objective.takes_kl:
             keywords["kl"] = kl
         if objective.takes_logp_prox:
-            keywords["logp_prox"] = micro.logp_prox
+            keywords["logp_prox"] = micro_batch.logp_prox
         try:
-            loss, stats = objective(
-                logp, micro.logp_behavior, micro.advantage, micro.mask, **keywords
+            loss, stats = objective.loss(
+                logp,
+                micro_batch.logp_behavior,
+                micro_batch.advantage,
+                micro_batch.mask,
+                **keywords,
             )
         except FloatingPointError as error:
             raise OneRankFailed(f"step {step}: {error}") from error
@@ -389,10 +420,14 @@ def accumulate_gradient(
         for name, value in stats.items():
             sums[name] += float(value)
         if kl is not None:
-            sums["kl"] += float(kl.detach()[micro.mask].sum()) / batch.token_count
+            total_kl = float(kl.detach()[micro_batch.mask].sum())
+            sums["kl"] += total_kl / batch.token_count
     totals = torch.tensor(list(sums.values()), dtype=torch.float64)
     dist.all_reduce(totals)
-    return ratio_statistics(batch) | dict(zip(sums, totals.tolist(), strict=True))
+    statistics = ratio_statistics(batch)
+    # With K > 0 this replaces the KL's estimate from the sampled tokens.
+    statistics.update(zip(sums, totals.tolist(), strict=True))
+    return statistics
 
 
 def ratio_statistics(batch: Batch) -> dict[str, float]:
@@ -418,17 +453,16 @@ def ratio_statistics(batch: Batch) -> dict[str, float]:
     }
 
 
-def score_before_update(
-    policy: Policy, rollouts: Rollouts, cfg: Config
-) -> torch.Tensor:
+def compute_logp_prox(policy: Policy, rollouts: Rollouts, cfg: Config) -> torch.Tensor:
     """log pi_theta of all responses before the step's first update: [N, T]."""
     device = next(policy.parameters()).device
     logp_prox = torch.zeros_like(rollouts.logp_behavior)
     rows = list(range(len(rollouts.text)))
-    for micro_rows in micro_batches(rollouts, rows, cfg.micro_batch_tokens):
+    for rows_of_one in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens):
         with torch.no_grad():
-            logp, _ = policy(rollouts.rows(micro_rows, device))
-        logp_prox[micro_rows, : logp.shape[1]] = logp[: len(micro_rows)].cpu()
+            logp, _ = policy(rollouts.select(rows_of_one, device))
+        # For no rows there is a response of padding, which has no place here.
+        logp_prox[rows_of_one, : logp.shape[1]] = logp[: len(rows_of_one)].cpu()
     return logp_prox
 
 
@@ -442,16 +476,16 @@ def update(
     step: int,
     is_first: bool,
 ) -> list[dict[str, float]]:
-    """3 update: all optimizer steps on one rollout batch; the statistics of each.
+    """Phase 3, update: all optimizer steps on a rollout batch; statistics of each.
 
     Raises FloatingPointError on a number that is not finite. is_first: this process has
     not made a step before, and nothing is lost if the batch is refused.
     """
     if objective.takes_logp_prox:
-        rollouts.logp_prox = score_before_update(policy, rollouts, cfg)
+        rollouts.logp_prox = compute_logp_prox(policy, rollouts, cfg)
     history = []
-    for number in range(1, cfg.passes + 1):
-        for rows in minibatches_of_pass(cfg, step, number):
+    for pass_number in range(1, cfg.passes + 1):
+        for rows in rows_of_minibatches(cfg, step, pass_number):
             stats = accumulate_gradient(policy, rollouts, rows, objective, cfg, step)
             norm = torch.nn.utils.clip_grad_norm_(
                 policy.parameters(), cfg.max_grad_norm
@@ -482,6 +516,7 @@ def load_data(cfg: Config) -> Data:
     """The problems to train on and those held out. Raises Refused where none are."""
     try:
         tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
+        check_dropout(cfg.model)
         splits = {}
         for split, limit in (("train", 0), ("heldout", cfg.eval_problems)):
             splits[split] = encode_problems(
@@ -507,8 +542,9 @@ def load_data(cfg: Config) -> Data:
 def build_engines(cfg: Config, longest: int) -> tuple[Engine, Engine]:
     """The engine that samples rollouts, and the one that evaluates.
 
-    They are the same, but for fp8 rollouts: what is evaluated is the policy, not its
-    quantized copy. The second engine never sleeps: vLLM allows one that does.
+    They are the same, but for fp8 rollouts: what is evaluated is the policy, in
+    rollout_dtype, and not its quantized copy. vLLM allows one engine that sleeps in a
+    process, so the second one never does.
     """
     options: dict[str, Any] = {
         "tp": cfg.rollout_tp,
@@ -576,16 +612,187 @@ def agreed_signal(signals: list[int]) -> int:
     return int(signal_number)
 
 
+class Run:
+    """What a run has on its way: two copies of the weights, and batches that wait.
+
+    Every method is a collective.
+    """
+
+    def __init__(
+        self, cfg: Config, data: Data, out: Path, mesh: dist.DeviceMesh
+    ) -> None:
+        self.cfg = cfg
+        self.data = data
+        self.out = out
+        self.engine, self.evaluator = build_engines(cfg, data.longest)
+        # The policy is built while the engine sleeps.
+        self.engine.sleep()
+        self.policy = build_policy(
+            cfg.model,
+            mesh,
+            dtype=cfg.dtype,
+            temperature=cfg.policy_temperature,
+            gradient_checkpointing=cfg.gradient_checkpointing,
+        )
+        self.optimizer, self.schedule = build_optimizer(self.policy, cfg)
+        # Rollout batches that were sampled and rewarded, and not yet learned from.
+        self.queue: deque[Rollouts] = deque()
+        self.done = 0  # steps
+        if cfg.resume:
+            self.done = load_checkpoint(
+                out,
+                self.policy,
+                self.optimizer,
+                self.schedule,
+                self.queue,
+                group_size=cfg.group_size,
+                rollouts_type=Rollouts,
+            )
+        self.saved = self.done  # the step of the newest checkpoint
+        self.first_step = self.done + 1
+        # Batches from here on are sampled by this process, by these weights or newer.
+        self.first_sampled = self.first_step + len(self.queue)
+        self.oldest_weights = self.done
+        self.signals = catch_signals()
+
+    def fill_queue(self, step: int, log: Log) -> None:
+        """Phases 1 and 2: sample and reward until `lag` batches wait behind the next.
+
+        The first step fills the queue. No batch is sampled that no step will use.
+        """
+        last = min(step + self.cfg.lag, self.cfg.steps)
+        for sampled_for in range(step + len(self.queue), last + 1):
+            self.stop_if_asked()
+            with log.phase("rollout"):
+                prompts = self.data.train.prompts
+                rollouts = sample_step(self.engine, self.cfg, sampled_for, prompts)
+            with log.phase("reward"):
+                add_reward(rollouts, self.cfg, sampled_for, self.data.train.problems)
+            self.queue.append(rollouts)
+
+    def next_rollouts(self, step: int) -> Rollouts:
+        """This step's batch. Raises Refused if it is not of the weights that it should.
+
+        It stays in the queue until it has been learned from, so that a checkpoint of
+        the step before has it.
+        """
+        rollouts = self.queue[0]
+        expected = weights_that_sample(self.cfg, step)
+        if step >= self.first_sampled:
+            # A finished run that goes on has no older weights to sample from.
+            expected = max(expected, self.oldest_weights)
+        if rollouts.weight_version != str(expected):
+            self.saved = self.done  # A checkpoint would only bring this batch back.
+            raise Refused(
+                f"step {step}: its batch was sampled by weights "
+                f"{rollouts.weight_version}, not by weights {expected}: was a sync "
+                "left out?"
+            )
+        return rollouts
+
+    def sync(self) -> None:
+        """Phase 4, sync: the policy's weights into the engine."""
+        self.engine.load_weights(full_weights(self.policy), version=str(self.done))
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy of the policy, whatever samples the rollouts."""
+        if self.evaluator is not self.engine:
+            weights = full_weights(self.policy)
+            self.evaluator.load_weights(weights, version="evaluation")
+        return heldout_accuracy(self.evaluator, self.cfg, self.data.heldout)
+
+    def save(self) -> None:
+        """Write a checkpoint. Raises NotSaved where it cannot be written."""
+        save_checkpoint(
+            self.out,
+            self.done,
+            self.policy,
+            self.optimizer,
+            self.schedule,
+            self.queue,
+            group_size=self.cfg.group_size,
+            keep=self.cfg.keep_checkpoints,
+        )
+        self.saved = self.done
+
+    def save_before_the_end(self) -> None:
+        """Save the weights of the last step if they are there, and not saved yet."""
+        updates = self.done * self.cfg.passes * self.cfg.minibatches
+        is_between_steps = self.schedule.last_epoch == updates
+        if self.done == self.saved or not is_between_steps:
+            return
+        try:
+            self.save()
+        except NotSaved as error:  # What ends the run is said after it.
+            say(str(error))
+
+    def stop_if_asked(self) -> None:
+        """Raises Refused if any rank got a signal to stop."""
+        signal_number = agreed_signal(self.signals)
+        if signal_number > 0:
+            go_on = "--resume goes on" if self.done > 0 else "nothing is lost"
+            raise Refused(
+                f"stopped by signal {signal_number} after step {self.done}: {go_on}"
+            )
+
+
+def learn(run: Run, objective: Objective, log: Log) -> None:
+    """The loop. Raises Refused and FloatingPointError on all ranks at once."""
+    cfg = run.cfg
+    run.sync()
+    probe = SyncProbe(run.engine, run.policy, run.data.train.prompts)
+    if not cfg.resume:
+        log.begin(run.evaluate())
+    for step in range(run.first_step, cfg.steps + 1):
+        # 1 rollout, 2 reward
+        run.fill_queue(step, log)
+        run.engine.sleep()
+
+        # 3 update
+        rollouts = run.next_rollouts(step)
+        with log.phase("update"):
+            history = update(
+                run.policy,
+                run.optimizer,
+                run.schedule,
+                rollouts,
+                objective,
+                cfg,
+                step,
+                is_first=step == run.first_step,
+            )
+        run.queue.popleft()
+        run.done = step
+
+        # 4 sync
+        with log.phase("sync"):
+            run.sync()
+
+        # 5 log; now and then evaluate, save, and probe the sync
+        is_last = step == cfg.steps
+        accuracy = {}
+        if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
+            accuracy = run.evaluate()
+        if is_last:
+            # Before its line of metrics: a run that has its last line is finished.
+            save_model(run.policy, run.data.tokenizer, run.out / "model")
+        log.step(step, rollouts, history, accuracy)
+        if cfg.save_every and (is_last or step % cfg.save_every == 0):
+            run.save()
+        if step % PROBE_EVERY == 0:
+            probe.check(run.engine, run.policy, step)
+        if not is_last:
+            run.stop_if_asked()
+
+
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(Config)
-    check_run(cfg)
+    check_run(cfg, KL_ESTIMATORS)
     objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
     data = load_data(cfg)
 
-    # Setup: the process group, the engine, and, while the engine sleeps, the policy.
     mesh = init_distributed()
-    rank = dist.get_rank()
     # The folder's name has rank 0's time, and the problems are those that its verifier
     # could read: a time limit could leave out others on another rank.
     cfg.out_dir = cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
@@ -593,165 +800,32 @@ def main() -> None:
     dist.broadcast_object_list(shared)
     cfg.out_dir, data = shared
     out = Path(cfg.out_dir)
-    lock = claim_folder(out)
-    if rank == 0:
-        write_whole(out / "config.json", json.dumps(cfg.model_dump(), indent=1) + "\n")
-    engine, evaluator = build_engines(cfg, data.longest)
-    engine.sleep()
-    policy = build_policy(
-        cfg.model,
-        mesh,
-        dtype=cfg.dtype,
-        temperature=cfg.policy_temperature,
-        gradient_checkpointing=cfg.gradient_checkpointing,
-    )
-    optimizer, schedule = build_optimizer(policy, cfg)
-    queue: deque[Rollouts] = deque()  # sampled and rewarded, not yet learned from
-    done = 0  # steps
-    if cfg.resume:
-        done = load_checkpoint(
-            out,
-            policy,
-            optimizer,
-            schedule,
-            queue,
-            group_size=cfg.group_size,
-            rollouts_type=Rollouts,
-        )
-    saved = done  # the step of the newest checkpoint
-    log = Log(
-        out, data.tokenizer, cfg.group_size, cfg.report_to, cfg.model_dump(), done
-    )
-    signals = catch_signals()
-    end_watch = watch_ranks()
+    config = cfg.model_dump()
 
-    def sync(version: str) -> None:
-        """The policy's weights into the engine."""
-        engine.load_weights(full_weights(policy), version)
-
-    def evaluation() -> dict[str, float]:
-        if evaluator is not engine:
-            evaluator.load_weights(full_weights(policy), version="evaluation")
-        return heldout_accuracy(evaluator, cfg, data.heldout)
-
-    def save() -> None:
-        nonlocal saved
-        save_checkpoint(
-            out,
-            done,
-            policy,
-            optimizer,
-            schedule,
-            queue,
-            group_size=cfg.group_size,
-            keep=cfg.keep_checkpoints,
-        )
-        saved = done
-
-    def save_before_the_end() -> None:
-        """Save the weights of step `done` if they are there, and not saved yet."""
-        updates = done * cfg.passes * cfg.minibatches
-        is_between_steps = schedule.last_epoch == updates
-        if done == saved or not is_between_steps:
-            return
-        try:
-            save()
-        except NotSaved as error:  # What ends the run is said after it.
-            say(str(error))
-
-    def stop_if_asked() -> None:
-        signal_number = agreed_signal(signals)
-        if signal_number > 0:
-            go_on = "--resume goes on" if done > 0 else "nothing is lost"
-            raise Refused(
-                f"stopped by signal {signal_number} after step {done}: {go_on}"
-            )
-
-    sync(version=str(done))
-    probe = SyncProbe(engine, policy, data.train.prompts)
-    if not cfg.resume:
-        log.begin(evaluation())
-    first_step = done + 1
-    # Batches from here on are sampled by this process, by weights `done` or newer.
-    first_sampled = first_step + len(queue)
-    oldest_weights = done
-    try:
-        for step in range(first_step, cfg.steps + 1):
-            # 1 rollout and 2 reward. `lag` batches wait in the queue behind the next
-            # one, but none that no step of this run will use. The first step fills it.
-            last_sampled = min(step + cfg.lag, cfg.steps)
-            for sampled_for in range(step + len(queue), last_sampled + 1):
-                stop_if_asked()
-                with log.phase("rollout"):
-                    rollouts = sample_step(engine, cfg, sampled_for, data.train.prompts)
-                with log.phase("reward"):
-                    add_reward(rollouts, cfg, sampled_for, data.train.problems)
-                queue.append(rollouts)
-            engine.sleep()
-            # 3 update. The batch stays in the queue until it has been learned from, so
-            # that a checkpoint of the step before has it.
-            rollouts = queue[0]
-            expected = weights_that_sample(cfg, step)
-            if step >= first_sampled:
-                # A run that was to end here, and goes on, has no older ones any more.
-                expected = max(expected, oldest_weights)
-            if rollouts.weight_version != str(expected):
-                saved = done  # A checkpoint would only bring this batch back.
-                raise Refused(
-                    f"step {step}: the batch is of weights {rollouts.weight_version}, "
-                    f"not of weights {expected}: was a sync left out?"
-                )
-            with log.phase("update"):
-                history = update(
-                    policy,
-                    optimizer,
-                    schedule,
-                    rollouts,
-                    objective,
-                    cfg,
-                    step,
-                    is_first=step == first_step,
-                )
-            queue.popleft()
-            done = step
-            # 4 sync
-            with log.phase("sync"):
-                sync(version=str(step))
-            # 5 log; now and then evaluate, save, and probe the sync
-            is_last = step == cfg.steps
-            accuracy = {}
-            if is_last or (cfg.eval_every and step % cfg.eval_every == 0):
-                accuracy = evaluation()
-            if is_last:
-                # Before its line of metrics: a run that has its last line is finished.
-                save_model(policy, data.tokenizer, out / "model")
-            log.step(step, rollouts, history, accuracy)
-            if cfg.save_every and (is_last or step % cfg.save_every == 0):
-                save()
-            if step % PROBE_EVERY == 0:
-                probe.check(engine, policy, step)
-            if not is_last:
-                stop_if_asked()
-    except NotSaved:
-        raise
-    except Exception as error:
-        # These two come on all ranks at once. After another error only a rank that is
-        # alone knows that all are here.
-        all_are_here = isinstance(error, (Refused, FloatingPointError))
-        if all_are_here or dist.get_world_size() == 1:
-            save_before_the_end()
-        raise
-    finally:
-        if lock is not None:
-            lock.close()
-        end_watch()
-    if rank == 0:
+    with claim_folder(out):
+        if dist.get_rank() == 0:
+            write_whole(out / "config.json", json.dumps(config, indent=1) + "\n")
+        run = Run(cfg, data, out, mesh)
+        log = Log(out, data.tokenizer, cfg.group_size, cfg.report_to, config, run.done)
+        with watch_ranks():
+            try:
+                learn(run, objective, log)
+            except NotSaved:
+                raise
+            except Exception as error:
+                # These two come on all ranks at once. After another error only a rank
+                # that is alone knows that all are here.
+                all_are_here = isinstance(error, (Refused, FloatingPointError))
+                if all_are_here or dist.get_world_size() == 1:
+                    run.save_before_the_end()
+                raise
+    if dist.get_rank() == 0:
         log.finish()
-    engine.close()
+    run.engine.close()
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(main))
+        sys.exit(run_script(main))
     except KeyboardInterrupt:  # before there was a step to finish
         sys.exit(130)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.memory import GB
-from loss import OBJECTIVES, Objective, group_advantage
+from loss import KL_ESTIMATORS, OBJECTIVES, Objective, group_advantage
 from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
 from support.checks import check_on_policy, check_run
@@ -321,7 +321,7 @@ def main() -> None:
     cfg = parse_flags(CheckConfig)
     if is_first and not CUDA:
         print("The device is a CPU: this checks nothing of CUDA.\n", flush=True)
-    check_run(cfg)
+    check_run(cfg, KL_ESTIMATORS)
     objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
     data = load_data(cfg)
     if cfg.out:

@@ -44,7 +44,7 @@ from policy import build_policy
 from rollout import Engine, init_distributed
 from support.flags import parse_flags
 from support.prompts import Split
-from train import Config, load_data, micro_batches
+from train import Config, load_data, rows_of_micro_batches
 
 RESULTS = ROOT / "experiments" / "results"
 TINY = str(ROOT / "tiny")
@@ -107,8 +107,8 @@ def summarize(batch: ScoredBatch) -> dict[str, Any]:
     ratio = batch.log_ratio[mask].exp()  # [|B|]
     rows = list(range(len(mask)))
     ess_of_micro_batches = [
-        effective_sample_size(batch.log_ratio[micro], mask[micro]).item()
-        for micro in micro_batches(batch.rollouts, rows, MICRO_BATCH_TOKENS)
+        effective_sample_size(batch.log_ratio[some], mask[some]).item()
+        for some in rows_of_micro_batches(batch.rollouts, rows, MICRO_BATCH_TOKENS)
     ]
     return {
         "e_B": ess,

@@ -229,8 +229,8 @@ class Memory:
         # e_B needs all of B on each rank. The ratio, the advantage and the mask are
         # there twice in float32, and four arrays in float64.
         ratios = 2 * 3 * 4 + 4 * 8
-        # The rank's share of B is there as a whole, and log pi_theta of a first pass.
-        top = (TOP_BYTES + 4) * self.top
+        # The rank's share of B is there as a whole.
+        top = TOP_BYTES * self.top
         # With checkpointing each layer keeps its input alone.
         kept = self.activations()
         if cfg.gradient_checkpointing:

@@ -104,7 +104,7 @@ def score_rollouts(
     top_logp = torch.zeros_like(rollouts.top_logp_behavior)
     for first in range(0, len(rollouts.text), ROWS):
         rows = list(range(first, min(first + ROWS, len(rollouts.text))))
-        batch = rollouts.rows(rows)
+        batch = rollouts.select(rows)
         with torch.no_grad():
             batch_logp, batch_top_logp = policy(batch)
         columns = batch.mask.shape[1]

@@ -57,8 +57,7 @@ def gspo_loss(
     token_count: int | None = None,
     sequence_count: int | None = None,
 ) -> Loss:
-    """dapo with one ratio a response, exp(mean_t log rho_t): all of it is cut, or
-    nothing.
+    """dapo with one ratio a response, exp(mean_t log rho_t), and one verdict on it.
 
     GSPO, arXiv 2507.18071, equations 5 and 7. The mean is over responses, of the mean
     over each one's tokens; capped is a share of responses. sequence_count is how many

@@ -22,7 +22,13 @@ from loss import OBJECTIVES, Objective
 from policy import Policy
 from rollout import Engine, Rollouts
 from support.prompts import Split
-from train import Config, add_reward, kl_of_positions, micro_batches, sample_step
+from train import (
+    Config,
+    add_reward,
+    kl_of_positions,
+    rows_of_micro_batches,
+    sample_step,
+)
 
 COMPARED: dict[str, Objective] = {
     "p3o": OBJECTIVES["p3o"],
@@ -88,12 +94,12 @@ def sample_and_score(
     log_ratio = torch.zeros_like(rollouts.logp_behavior)
     kl = torch.zeros_like(rollouts.logp_behavior)
     rows = list(range(len(rollouts.text)))
-    for micro_rows in micro_batches(rollouts, rows, cfg.micro_batch_tokens):
-        micro = rollouts.rows(micro_rows, device)
+    for some in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens):
+        micro_batch = rollouts.select(some, device)
         with torch.no_grad():
-            logp, top_logp = policy(micro)
-            micro_kl = kl_of_positions(top_logp, micro, cfg)
+            logp, top_logp = policy(micro_batch)
+            micro_kl = kl_of_positions(top_logp, micro_batch, cfg)
         columns = logp.shape[1]
-        log_ratio[micro_rows, :columns] = (logp - micro.logp_behavior).cpu()
-        kl[micro_rows, :columns] = micro_kl.float().cpu()
+        log_ratio[some, :columns] = (logp - micro_batch.logp_behavior).cpu()
+        kl[some, :columns] = micro_kl.float().cpu()
     return ScoredBatch(rollouts, log_ratio * rollouts.mask, kl * rollouts.mask)

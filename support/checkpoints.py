@@ -1,5 +1,4 @@
-"""Checkpoints and saved models: what a run that was killed goes on from, and what it
-leaves.
+"""Checkpoints, from which a killed run goes on, and the model that a run leaves.
 
 No random state is saved, for none matters: the order of the problems, the minibatches
 and the sampling noise are pure functions of (seed, step), and nothing else draws.
@@ -29,9 +28,10 @@ from transformers import PreTrainedTokenizerBase
 from support.flags import Refused
 from support.safe_load import SafePlanner, SafeReader
 
-# Fields of a configuration that a resumed run may change, as it does not learn from
-# them. (Those that size the batches of a forward pass change rounding, and nothing
-# else.)
+# Fields that a resumed run may change, as they do not change what it learns. There are
+# two exceptions. Those that size the batches of a forward pass change rounding. And
+# more steps for a finished run with lag begin with rollouts of newer weights than they
+# would have had in a run without an end in between.
 MAY_DIFFER = {
     "out_dir",
     "steps",
@@ -48,9 +48,7 @@ MAY_DIFFER = {
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file: whoever reads it, even after a kill, finds the old text or the
-    new.
-    """
+    """Replace a file: even after a kill it holds the old text or the new one."""
     unfinished = path.with_name(f"{path.name}.new")
     unfinished.write_text(text)
     unfinished.replace(path)
@@ -78,9 +76,7 @@ def steps_done(out: Path) -> int:
 
 
 def check_resume(out_dir: str, steps: int, config: dict[str, Any]) -> None:
-    """Raises Refused where --resume has nothing to go on from, or would do another
-    thing.
-    """
+    """Raises Refused where --resume cannot go on with the same configuration."""
     out = Path(out_dir)
     if not out_dir or not (out / "config.json").exists():
         raise Refused(f"--resume: out_dir {out_dir!r} holds no run")
@@ -186,8 +182,9 @@ def gather_queue(queue: deque[Any], group_size: int) -> list[Any]:
 
 
 def on_rank_0(act: Callable[[], Any]) -> None:
-    """Have rank 0 do something with files; a collective. Where it cannot, OSError is
-    raised on all ranks.
+    """Have rank 0 do something with files. A collective.
+
+    Raises OSError on all ranks where it cannot.
     """
     failure: list[OSError | None] = [None]
     if dist.get_rank() == 0:
@@ -227,8 +224,7 @@ def load_checkpoint(
     group_size: int,
     rollouts_type: type,
 ) -> int:
-    """Restore the newest complete checkpoint in place; returns the number of steps
-    done.
+    """Restore the newest complete checkpoint in place; returns the steps done.
 
     It may have been written by another number of ranks: each takes the groups that it
     would have sampled. `rollouts_type` is rollout.Rollouts. A collective. Raises
@@ -268,16 +264,16 @@ def load_checkpoint(
 
 
 def share_of_rank(rollouts: Any, group_size: int, rank: int, world: int) -> Any:
-    """The groups of a step that rank r of w samples itself: r, r + w, r + 2w, ..."""
+    """The groups of a step that a rank samples itself: train.groups_of_rank."""
     responses = range(len(rollouts.text))
     mine = [row for row in responses if row // group_size % world == rank]
-    return rollouts.rows(mine)
+    return rollouts.select(mine)
 
 
 def join_ranks(rollouts_of_rank: tuple[Any, ...], group_size: int) -> Any:
     """The ranks' rollouts for one step as one, in the order that one rank would have.
 
-    Group g of rank r is group g * world + r of the step.
+    By train.groups_of_rank, group g of rank r of w is group g w + r of the step.
     """
     world = len(rollouts_of_rank)
     place = []  # of each row of the ranks' rollouts, one rank after the other
@@ -303,9 +299,10 @@ def join_ranks(rollouts_of_rank: tuple[Any, ...], group_size: int) -> Any:
 def save_model(
     policy: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """A folder that transformers and vLLM load, there as a whole or not at all: a
-    collective. Raises Refused where it cannot be written, and NotSaved where a weight
-    is not finite.
+    """A folder that transformers and vLLM load, as a whole or not at all. A collective.
+
+    Raises Refused where it cannot be written, and NotSaved where a weight is not
+    finite.
     """
     if not is_finite(policy):
         raise NotSaved(f"a weight is not finite, so there is no model in {folder}")

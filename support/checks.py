@@ -3,6 +3,8 @@
 import fcntl
 import os
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,12 +14,12 @@ from support.checkpoints import check_resume, checkpoints, on_rank_0, steps_done
 from support.flags import Refused
 from support.log import check_reporter
 
-# The names of loss.KL_ESTIMATORS.
-KL_ESTIMATORS = ("is", "k3")
 
+def check_run(cfg: Any, kl_estimators: Iterable[str]) -> None:
+    """Raises Refused where fields of a train.Config do not go together.
 
-def check_run(cfg: Any) -> None:
-    """Raises Refused where fields of a train.Config do not go together."""
+    kl_estimators are the names of loss.KL_ESTIMATORS.
+    """
     world = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.prompts_per_step < max(world, cfg.minibatches):
         raise Refused(
@@ -31,10 +33,10 @@ def check_run(cfg: Any) -> None:
             "sampled tokens alone: add --top_logprobs 0"
         )
     estimator = cfg.objective_args.get("kl_estimator", "is")
-    if estimator not in KL_ESTIMATORS:
+    if estimator not in kl_estimators:
         raise Refused(
             f"objective_args has kl_estimator={estimator}: give "
-            f"{' or '.join(KL_ESTIMATORS)}"
+            f"{' or '.join(kl_estimators)}"
         )
     check_reporter(cfg.report_to)
     if cfg.resume:
@@ -50,19 +52,20 @@ def holds_a_run(out: Path) -> bool:
     return steps_done(out) > 0 or bool(checkpoints(out))
 
 
-def claim_folder(out: Path) -> TextIO | None:
-    """Make out_dir this run's, for as long as the returned file is open: a collective.
+@contextmanager
+def claim_folder(out: Path) -> Iterator[None]:
+    """Within, out_dir is this run's alone. Entering is a collective.
 
-    The system closes it when the process ends, however it does. None on other ranks
-    than 0, which writes. Raises Refused where another process has it.
+    Rank 0 holds a lock, which the system gives back when the process ends, however it
+    does. Raises Refused where another process has it.
     """
-    lock = None
+    locks: list[TextIO] = []
 
     def take() -> None:
-        nonlocal lock
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / "lock", "a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.append(lock)
 
     try:
         on_rank_0(take)
@@ -73,7 +76,11 @@ def claim_folder(out: Path) -> TextIO | None:
         ) from error
     except OSError as error:
         raise Refused(f"out_dir {out} cannot be written to: {error}") from error
-    return lock
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.close()
 
 
 def check_tensor_parallel(rollout_tp: int) -> None:
@@ -86,7 +93,9 @@ def check_tensor_parallel(rollout_tp: int) -> None:
         )
 
 
-def check_on_policy(cfg: Any, stats: dict[str, float], step: int, first: bool) -> None:
+def check_on_policy(
+    cfg: Any, stats: dict[str, float], step: int, is_first: bool
+) -> None:
     """Compare engine and trainer on a batch that should be on-policy.
 
     Where no mismatch was asked for, the ratios before an update differ from 1 by
@@ -109,7 +118,7 @@ def check_on_policy(cfg: Any, stats: dict[str, float], step: int, first: bool) -
         f"{stats['mismatch_mean']:.3f}: look at the weight sync (a tied head?), the "
         "temperature, rollout_dtype, the alignment of tokens"
     )
-    if first:
+    if is_first:
         raise Refused(complaint)
     if dist.get_rank() == 0:
         print(f"warning: {complaint}", file=sys.stderr, flush=True)

@@ -1,5 +1,4 @@
-"""Flags and recipes: a configuration class becomes a command line, checked field by
-field.
+"""Flags and recipes: a command line from a configuration class, checked by field.
 
 A configuration is a pydantic model: each field has its type, its default, its limits
 and a sentence for --help in one place. Every field is a flag of the same name, and a
@@ -21,8 +20,7 @@ Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveAmount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# vLLM takes no others: it refuses a temperature over 2 and raises one below 0.01 to
-# that.
+# vLLM refuses a temperature over 2, and raises one below 0.01 to that.
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 

@@ -47,7 +47,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 3.0
 MEMORY = 512 * 2**20
-MAX_WORKERS = 8  # at most, and never more than cores: each may use MEMORY
+MAX_WORKERS = 8  # of a rank, and never more than its cores: each may use MEMORY
 ATTEMPTS = 3  # how often a process that something else killed is started
 
 # The exit codes of a child. Python's own are 0, 1 and 2.
@@ -98,7 +98,8 @@ def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
     command = [sys.executable, "-m", "support.judge", str(os.getpid())]
     environment = dict(os.environ, PYTHONHASHSEED="0")
     for _ in range(ATTEMPTS):
-        # In a session of its own, Ctrl-C does not reach it; `run` ends it then.
+        # In a session of its own, so that Ctrl-C reaches the trainer alone, which then
+        # finishes its step. A judge whose trainer has gone ends.
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -181,7 +182,9 @@ def judge(pairs: list[list[str]], trainer: int) -> list[bool]:
 
     Ends this process if they cannot be found, or if the trainer has gone.
     """
-    workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores_of_rank = len(os.sched_getaffinity(0)) // ranks_of_node
+    workers = max(1, min(MAX_WORKERS, cores_of_rank))
     address_space = memory_limit()
     verdicts = [False] * len(pairs)
     kills = [0] * len(pairs)

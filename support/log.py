@@ -1,7 +1,7 @@
 """What a run tells: a line of metrics a step, and at its end a table and a figure.
 
 Rank 0 writes into out_dir, whole lines: a run that was interrupted leaves valid files.
-metrics.jsonl has, of the step's rollout batch, over all ranks:
+metrics.jsonl has, over all ranks, of the step's rollout batch:
 
     weight_version       the weights that sampled it: the number of steps they had
     reward               mean reward
@@ -10,21 +10,26 @@ metrics.jsonl has, of the step's rollout batch, over all ranks:
     truncated            share of the responses that max_response_tokens cut
     entropy              of pi_b, from its samples: mean of -log pi_b, nats a token
 
-of its updates, as means over them, each over the whole batch B of the update:
+as means over its updates, each of the whole batch B of the update:
 
     loss                 what was minimized; policy_loss and kl_loss are P3O's two terms
     capped               share of tokens with rho > e_B, or that the objective cuts
-    ess, ess_min         e_B (11), and the smallest of the updates
+    ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio, ratio_q1 ...  mean of rho, and its 1%, 50% and 99% quantiles
     ess_central ...      e_B and mean rho, the outer 1% of tokens at each end clamped
-    mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
     grad_norm            before clipping
     learning_rate        of the update
 
-and rollout_seconds, reward_seconds, update_seconds, sync_seconds, tokens_per_second,
-peak_memory_gb. Where the policy was evaluated it has heldout_pass@1 (sampled at
-policy_temperature) and heldout_greedy: of the policy, never of an fp8 copy of it.
+of one update:
+
+    ess_min              the smallest e_B of the updates
+    mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
+
+and rollout_seconds, reward_seconds, update_seconds, sync_seconds, peak_memory_gb, and
+tokens_per_second: response tokens by these seconds. Where the policy was evaluated it
+has heldout_pass@1 (sampled at policy_temperature) and heldout_greedy: of the policy,
+never of an fp8 copy of it.
 """
 
 import importlib.util
@@ -44,6 +49,7 @@ from transformers import PreTrainedTokenizerBase
 
 from support.checkpoints import write_whole
 from support.flags import OneRankFailed, Refused
+from support.tasks import prompt_text
 
 PHASES = ("rollout", "reward", "update", "sync")
 ACCURACIES = ("heldout_pass@1", "heldout_greedy")
@@ -160,7 +166,7 @@ class Log:
                 sample = {
                     "step": step,
                     "reward": reward[row].item(),
-                    "prompt": self.tokenizer.decode(prompt),
+                    "prompt": prompt_text(self.tokenizer, prompt.tolist()),
                     "response": rollouts.text[row],
                 }
                 self.append("samples.jsonl", sample)
@@ -233,9 +239,7 @@ def check_reporter(report_to: str) -> None:
 def reporter(
     out: Path, report_to: str, config: dict[str, Any], done: int
 ) -> Callable[[dict[str, Any]], None]:
-    """What takes a line of metrics to `report_to`, and forgets there what follows
-    `done`.
-    """
+    """A function that reports a line of metrics; lines after `done` are forgotten."""
     if report_to == "wandb":
         import wandb
 
@@ -279,7 +283,7 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
         points = [(row["step"], value(row, name)) for row in rows if name in row]
         axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=label)
 
-    plot(axes[0], "heldout_pass@1", "sampled, T = 1")
+    plot(axes[0], "heldout_pass@1", "sampled")
     plot(axes[0], "heldout_greedy", "greedy")
     axes[0].set(title="held-out pass@1", ylim=(0, 1.02))
     axes[0].legend()

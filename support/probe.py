@@ -1,10 +1,14 @@
-"""A probe of the weight sync: do engine and trainer still say the same of the same
-texts?
+"""A probe of the weight sync: do engine and trainer agree on the same texts?
 
 The engine's label of its weights is a string that was set after a sync. What the sync
 did shows only in numbers, and in a run with lag, fp8, top-p or another temperature no
 step compares them. So a few fixed texts go through engine and trainer now and then, and
 their distance is held against what it was at the start: rounding, and fp8 if it is on.
+
+It is the last of four checks of a sync. rollout.Engine.load_weights refuses a layer
+that got nothing, or less than at first. train.Run.next_rollouts refuses a batch with
+another label than expected. support.checks.check_on_policy refuses a first batch whose
+ratios are not near 1, in a run without any mismatch.
 """
 
 from typing import Any
@@ -58,19 +62,17 @@ class SyncProbe:
         That of the rank where it is largest. A collective.
         """
         device = next(policy.parameters()).device
-        texts = self.texts.rows(list(range(len(self.texts.text))), device)
+        texts = self.texts.select(list(range(len(self.texts.text))), device)
         with torch.no_grad():
             logp, _ = policy(texts, temperature=1.0)  # [N, T]
         policy.reshard()  # without a backward pass FSDP would keep the root's weights
-        of_engine = engine.score(self.texts)  # [N, T]
+        of_engine = engine.log_probabilities(self.texts)  # [N, T]
         difference = (logp.cpu() - of_engine).abs()[self.texts.mask].mean()
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         return float(difference)
 
     def check(self, engine: Any, policy: Any, step: int) -> float:
-        """The distance after the sync of a step. Raises Refused if it has risen too
-        far.
-        """
+        """The distance after a step's sync. Raises Refused if it has risen too far."""
         distance = self.distance(engine, policy)
         # Not "distance > limit": NaN is no good distance either.
         if not distance <= FACTOR * self.at_start + NATS:

@@ -42,6 +42,25 @@ def check_model(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, int]:
     return tokenizer, config.max_position_embeddings
 
 
+def check_dropout(model: str) -> None:
+    """ValueError where a model is trained with dropout: every ratio would be random.
+
+    The trainer computes in training mode, as gradient checkpointing needs it.
+    """
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    # Llama calls it attention_dropout, GPT-2 attn_pdrop.
+    dropouts = [
+        f"{name} {value}"
+        for name, value in sorted(config.to_dict().items())
+        if "drop" in name and isinstance(value, float) and value > 0
+    ]
+    if dropouts:
+        raise ValueError(
+            f"{model} has {', '.join(dropouts)}, by which every ratio would be random: "
+            "set it to 0 in its config.json"
+        )
+
+
 def encode_problems(
     problems: list[dict[str, str]],
     tokenizer: PreTrainedTokenizerBase,
@@ -65,7 +84,9 @@ def encode_problems(
     dropped = len(problems) - len(kept_problems)
     if dropped > 0:
         complaint = f"{dropped} of {len(problems)} {name} have over {room} tokens"
-        if not drop_long or not kept_problems:
+        if not kept_problems:
+            raise ValueError(f"{complaint}, so none is left: allow longer prompts")
+        if not drop_long:
             raise ValueError(
                 f"{complaint}, and no room for a response: lower max_response_tokens, "
                 "or drop them (train.py: --max_prompt_tokens, eval.py: --drop_long)"

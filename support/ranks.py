@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -56,10 +57,11 @@ def catch_signals() -> list[int]:
     return signals
 
 
-def watch_ranks() -> Callable[[], None]:
-    """Ends this process soon after another rank of its node has; a collective.
+@contextmanager
+def watch_ranks() -> Iterator[None]:
+    """Within, this process ends soon after another rank of its node has.
 
-    The returned function ends the watch: where all is done, ranks end one by one.
+    Entering is a collective. Leaving is none: where all is done, ranks end one by one.
     """
     node = os.environ.get("GROUP_RANK", "0")
     of_ranks: list = [None] * dist.get_world_size()
@@ -70,8 +72,6 @@ def watch_ranks() -> Callable[[], None]:
         if node_of_rank == node and rank != dist.get_rank()
     }
     is_over = threading.Event()
-    if not neighbors:
-        return is_over.set
 
     def watch() -> None:
         while not is_over.wait(WATCH_EVERY):
@@ -80,8 +80,12 @@ def watch_ranks() -> Callable[[], None]:
                 say(f"rank {ended[0]} has ended, and so does this one")
                 os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
-    return is_over.set
+    if neighbors:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def is_alive(pid: int) -> bool:
@@ -99,7 +103,7 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def run(main: Callable[[], None]) -> int:
+def run_script(main: Callable[[], None]) -> int:
     """A script's main; returns the exit status. What ends it is said in one sentence,
     on every rank, if it is nothing that a traceback would tell more about.
     """

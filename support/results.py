@@ -61,11 +61,10 @@ def default_folder(settings: dict[str, Any]) -> Path:
 
 
 def begin_or_resume(path: Path, settings: dict[str, Any]) -> dict[str, list[int]]:
-    """Right samples by problem, of each task, as problems.jsonl has them; begins a new
-    file.
+    """Right samples by problem, of each task, as problems.jsonl has them.
 
-    Raises Refused on a file of other settings, or one that is none of ours, and leaves
-    it.
+    Where there is no such file it is begun. Raises Refused on a file of other settings,
+    or one that is none of ours, and leaves it as it is.
     """
     correct: dict[str, list[int]] = {task: [] for task in settings["benchmarks"]}
     if not path.exists():

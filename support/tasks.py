@@ -131,8 +131,7 @@ def source_of(name_or_path: str, split: str) -> Path | str:
 def read_rows(source: Path | str) -> list[Row]:
     """The problems of a source, in their order.
 
-    Raises ValueError if it cannot be loaded, or if a row has no problem or no gold
-    answer.
+    ValueError if it cannot be loaded, or if a row has no problem or no gold answer.
     """
     try:
         numbered = enumerate(fields_of(source), start=1)

@@ -60,7 +60,7 @@ def gradient_of(
     ]
     stats = accumulate_gradient(
         policy,
-        rollouts.rows(mine),
+        rollouts.select(mine),
         list(range(len(mine))),
         objective_of(name),
         Config(micro_batch_tokens=micro_batch_tokens),
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     half = build_policy(str(folder / "model"), mesh, dtype="bfloat16")
     # Before any forward pass, and then after one, which leaves the root gathered.
     list(full_weights(half))
-    one_row = torch.load(folder / "rollouts.pt", weights_only=False).rows([0])
+    one_row = torch.load(folder / "rollouts.pt", weights_only=False).select([0])
     with torch.no_grad():
         half(one_row)
     gathered = [(name, weight.clone()) for name, weight in full_weights(half)]

@@ -28,7 +28,7 @@ import vllm
 from torch.distributed.checkpoint import FileSystemWriter
 
 import rollout
-from support.ranks import run
+from support.ranks import run_script
 
 vllm.LLM, vllm.SamplingParams  # noqa: B018  (imported when they are looked at)
 
@@ -89,7 +89,7 @@ def begin_life(
         if blow is not None:
             name, phase, step = blow
             arm(getattr(signal, name), phase, step)
-        code = run(train.main)
+        code = run_script(train.main)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 2

@@ -24,7 +24,7 @@ class Responses(NamedTuple):
     mask: Tensor  # [N, T] bool
     logp_prox: Tensor  # [N, T] log pi_theta before the first update on this batch
 
-    def rows(self, chosen: slice) -> "Responses":
+    def select(self, chosen: slice) -> "Responses":
         return Responses(*(tensor[chosen] for tensor in self))
 
     @property

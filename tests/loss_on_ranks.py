@@ -88,7 +88,7 @@ def work(rank: int, folder: Path, file: str | None) -> None:
             continue
         for batch_name, responses in batches().items():
             share = len(responses.mask) // size
-            mine = responses.rows(slice(rank * share, (rank + 1) * share))
+            mine = responses.select(slice(rank * share, (rank + 1) * share))
             everyone = Responses(*(gather(tensor, group) for tensor in mine))
             batch = batch_of(everyone, ess_of)
             for name, objective in losses.items():

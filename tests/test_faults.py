@@ -199,13 +199,12 @@ def test_a_second_run_into_the_same_out_dir_is_refused_while_the_first_one_is_th
     train_here, group, tmp_path
 ):
     out = tmp_path / "run"
-    first = claim_folder(out)
     sentence = "is being written to by another run: choose another out_dir, or wait"
-    with pytest.raises(Refused, match=sentence):
-        train_here(*SHORT, "--steps=1", out_dir=out)
-    # It has written nothing there.
-    assert [path.name for path in out.iterdir()] == ["lock"]
-    first.close()
+    with claim_folder(out):
+        with pytest.raises(Refused, match=sentence):
+            train_here(*SHORT, "--steps=1", out_dir=out)
+        # It has written nothing there.
+        assert [path.name for path in out.iterdir()] == ["lock"]
     train_here(*SHORT, "--steps=1", out_dir=out)
 
 

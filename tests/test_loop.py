@@ -33,9 +33,9 @@ from train import (
     build_optimizer,
     heldout_accuracy,
     load_data,
-    micro_batches,
-    minibatches_of_pass,
     problems_of_step,
+    rows_of_micro_batches,
+    rows_of_minibatches,
     sample_step,
     update,
 )
@@ -206,7 +206,7 @@ def test_an_evaluation_sends_the_prompts_that_the_training_sends(instructed_task
 
 def passes_of(cfg: Config, step: int = 1) -> list[list[list[int]]]:
     """The minibatches of every pass over a step's rollouts."""
-    return [minibatches_of_pass(cfg, step, number) for number in (1, 2, 3)]
+    return [rows_of_minibatches(cfg, step, number) for number in (1, 2, 3)]
 
 
 def test_a_pass_has_each_response_in_one_minibatch(group):
@@ -234,20 +234,20 @@ def test_the_minibatches_of_each_step_and_pass_are_others(group):
 
 def test_a_minibatch_has_the_same_groups_on_any_number_of_ranks(group, monkeypatch):
     cfg = Config(prompts_per_step=6, group_size=4, minibatches=3)
-    alone = minibatches_of_pass(cfg, 1, 1)
+    alone = rows_of_minibatches(cfg, 1, 1)
     groups: list[set[int]] = [set(), set(), set()]
     for rank in 0, 1:
         with monkeypatch.context() as patch:
             patch.setattr(dist, "get_rank", lambda rank=rank: rank)
             patch.setattr(dist, "get_world_size", lambda: 2)
-            for number, rows in enumerate(minibatches_of_pass(cfg, 1, 1)):
+            for number, rows in enumerate(rows_of_minibatches(cfg, 1, 1)):
                 # Group p of rank r is group 2 p + r of the step.
                 groups[number] |= {2 * (row // 4) + rank for row in rows}
     assert groups == [{row // 4 for row in rows} for rows in alone]
 
 
 def made_up_lengths(*response_lengths: int) -> SimpleNamespace:
-    """All of Rollouts that micro_batches looks at; each prompt has 10 tokens."""
+    """What rows_of_micro_batches looks at; each prompt has 10 tokens."""
     length = torch.tensor(response_lengths)
     mask = torch.arange(max(response_lengths)) < length[:, None]
     return SimpleNamespace(prompt_length=torch.full_like(length, 10), mask=mask)
@@ -256,10 +256,10 @@ def made_up_lengths(*response_lengths: int) -> SimpleNamespace:
 def test_micro_batches_have_each_row_once_and_keep_to_their_size(group):
     rollouts = made_up_lengths(30, 5, 20, 5, 30, 10, 15, 10)
     rows = [1, 2, 3, 4, 5, 6, 7]
-    micros = micro_batches(rollouts, rows, max_tokens=60)
-    assert sorted(row for micro in micros for row in micro) == rows
+    micro_batches = rows_of_micro_batches(rollouts, rows, max_tokens=60)
+    assert sorted(row for some in micro_batches for row in some) == rows
     length = (10 + rollouts.mask.sum(dim=1)).tolist()
-    sizes = [len(micro) * max(length[row] for row in micro) for micro in micros]
+    sizes = [len(some) * max(length[row] for row in some) for some in micro_batches]
     # By length: 15, 15, 20 | 20, 25 | 30 | 40. A further row would be one too many.
     assert sizes == [60, 50, 30, 40]
 
@@ -420,7 +420,7 @@ def update_of(stale_batch, moved, group) -> Callable:
         before = weight_vector(policy)
         optimizer = torch.optim.SGD(policy.parameters(), lr=learning_rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda updates: 1.0)
-        rollouts = stale_batch.rows(list(range(16)))
+        rollouts = stale_batch.select(list(range(16)))
         history = update(
             policy,
             optimizer,
@@ -465,7 +465,7 @@ def test_no_gradient_is_left_for_the_next_step(update_of):
     # The second minibatch has its own gradient alone. At learning rate 0 it is that of
     # a policy that has not seen the first one.
     still = update_of(learning_rate=0.0, minibatches=2)
-    rows = minibatches_of_pass(Config(**BATCH, minibatches=2), 1, 1)[1]
+    rows = rows_of_minibatches(Config(**BATCH, minibatches=2), 1, 1)[1]
     cfg = Config(**BATCH)
     policy = still.policy
     accumulate_gradient(policy, still.rollouts, rows, OBJECTIVES["p3o"], cfg, 1)
@@ -552,7 +552,7 @@ def test_the_weights_on_their_way_out_are_those_after_the_last_update(
     held_by_the_optimizer = weights(policy)
     with torch.no_grad():
         # Without a backward pass it leaves the root's weights gathered.
-        policy(stale_batch.rows([0]))
+        policy(stale_batch.select([0]))
         for weight in held_by_the_optimizer:
             weight.add_(1.0)
     tiny = AutoModelForCausalLM.from_pretrained("tiny").state_dict()
@@ -574,7 +574,7 @@ def test_a_resumed_trainer_makes_the_next_step_of_the_one_that_saved(
     cfg = Config(**BATCH, minibatches=1, warmup_steps=5, learning_rate=1e-2)
 
     def second_step(policy: Policy, optimizer: Any, schedule: Any) -> list[dict]:
-        rollouts = stale_batch.rows(list(range(16)))
+        rollouts = stale_batch.select(list(range(16)))
         p3o = OBJECTIVES["p3o"]
         return update(
             policy, optimizer, schedule, rollouts, p3o, cfg, 2, is_first=False
@@ -582,7 +582,7 @@ def test_a_resumed_trainer_makes_the_next_step_of_the_one_that_saved(
 
     policy = build_policy(moved, group)
     optimizer, schedule = build_optimizer(policy, cfg)
-    first = stale_batch.rows(list(range(16)))
+    first = stale_batch.select(list(range(16)))
     update(policy, optimizer, schedule, first, OBJECTIVES["p3o"], cfg, 1, is_first=True)
     state = (policy, optimizer, schedule)
     save_checkpoint(tmp_path, 1, *state, deque(), group_size=4, keep=1)

@@ -731,7 +731,7 @@ def add_up(loss: ModuleType, whole: Responses, size: int, kl: Tensor | None) -> 
     for first in range(0, len(whole.mask), size):
         chosen = slice(first, first + size)
         micro_kl = None if kl is None else kl[chosen]
-        outcome = run(loss.p3o_loss, whole.rows(chosen), kl=micro_kl, **quantities)
+        outcome = run(loss.p3o_loss, whole.select(chosen), kl=micro_kl, **quantities)
         outcomes.append(outcome)
     stats = {
         name: sum(float(outcome.stats[name]) for outcome in outcomes)

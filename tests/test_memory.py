@@ -18,7 +18,7 @@ from experiments.memory import (
     peak_bytes,
     report,
 )
-from loss import kl_divergence, p3o_loss
+from loss import KL_ESTIMATORS, kl_divergence, p3o_loss
 from policy import build_policy
 from rollout import Rollouts
 from support.checks import check_run
@@ -259,7 +259,7 @@ def test_recipe(path, monkeypatch):
     ranks = RANKS.get(path.stem, 8)
     cfg = recipe(path, ranks)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    check_run(cfg)
+    check_run(cfg, KL_ESTIMATORS)
     assert cfg.prompts_per_step % (ranks * cfg.minibatches) == 0
     assert cfg.save_every < cfg.steps
     assert cfg.warmup_steps < cfg.steps

@@ -336,7 +336,7 @@ def test_sum_over_micro_batches_is_the_batch(
     quantities = quantities_of(objectives[name], responses)
     micro_batches = []
     for first in range(0, 8, size):
-        micro_batch = responses.rows(slice(first, first + size))
+        micro_batch = responses.select(slice(first, first + size))
         outcome = run_objective(objectives[name], micro_batch, **quantities)
         micro_batches.append(outcome)
     assert_close(sum(micro.value for micro in micro_batches), whole.value, 1e-9)
@@ -604,7 +604,7 @@ def test_ess_of_micro_batch_depends_on_the_micro_batches() -> None:
     kl = torch.ones(4, 1, dtype=F64)
 
     def gradient_of(rows: slice) -> list[list[float]]:
-        micro_batch = responses.rows(rows)
+        micro_batch = responses.select(rows)
         outcome = run(
             ablations.ess_of_micro_batch, micro_batch, kl=kl[rows], **quantities
         )

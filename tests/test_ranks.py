@@ -18,12 +18,12 @@ from launch import ENVIRONMENT, read_metrics
 
 import train
 from support.flags import OneRankFailed, Refused
-from support.ranks import ONE_WISH, is_alive, run
+from support.ranks import ONE_WISH, is_alive, run_script
 
 SHORT = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
 
 
-def run_script(script: str, *arguments: str) -> dict:
+def json_of(script: str, *arguments: str) -> dict:
     """What a script of tests/ prints as JSON."""
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / script, *arguments],
@@ -47,7 +47,7 @@ def test_a_refusal_is_printed_on_every_rank(error, rank, who, monkeypatch, capsy
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
-    assert run(main) == 1
+    assert run_script(main) == 1
     assert capsys.readouterr().err == f"train.py: {who}the disk is full: free some\n"
 
 
@@ -60,7 +60,7 @@ def test_a_rank_whose_neighbor_is_gone_says_so_without_a_traceback(monkeypatch, 
         )
 
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    assert run(main) == 1
+    assert run_script(main) == 1
     sentence = "train.py: another rank has ended, and so does this one\n"
     assert capsys.readouterr().err == sentence
 
@@ -70,7 +70,7 @@ def test_an_error_that_a_traceback_tells_more_about_keeps_it():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (1x2 and 3x4)")
 
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        run(main)
+        run_script(main)
 
 
 # One rank is killed
@@ -81,7 +81,7 @@ def outlived(request, tmp_path_factory) -> tuple[Path, dict[str, dict]]:
     """Two ranks, of which rank 1 is killed in step 2, by the phase: (folder, ends)."""
     folder = tmp_path_factory.mktemp("ranks")
     phases = ["rollout", "update", "sync", "save"]
-    ends = run_script("one_rank_dies.py", str(folder), str(request.param), *phases)
+    ends = json_of("one_rank_dies.py", str(folder), str(request.param), *phases)
     return folder, ends
 
 
@@ -107,7 +107,7 @@ def test_if_one_rank_is_killed_the_other_ends_within_a_minute_with_a_sentence(
 
 @pytest.mark.slow
 def test_after_kill_9_ranks_that_share_an_engine_run_again_also_beside_others(tmp_path):
-    ends = run_script("shared_engines_die.py", str(tmp_path))
+    ends = json_of("shared_engines_die.py", str(tmp_path))
     assert ends["killed"] == [-signal.SIGKILL, -signal.SIGKILL]
     assert ends["left"] == []
     assert ends["again"] == [0, 0], ends["printed"]

@@ -368,6 +368,8 @@ HOSTILE = {
     "many thoughts": "<think></think>" * 100_000,
     "many escapes": "\\" * 1_000_000,
     "many blanks": "\\boxed" + " " * 1_000_000,
+    "many blanks in a box": "\\boxed{x" + " " * 90_000 + "y}",
+    "many dots in a box": "\\boxed{x" + "." * 90_000 + "y}",
     "NUL bytes": "\\boxed{5\0}\0\0",
     "a lone surrogate": "\\boxed{\ud800}",
     "code": r"\boxed{__import__('os').system('touch pwned')}",

@@ -119,7 +119,7 @@ def test_padding_does_not_change_a_score(engine, policy, prompts):
     with torch.no_grad():
         logp, top_logp = Policy(policy)(rollouts)
         for row in range(len(rollouts.text)):
-            alone = rollouts.rows([row])
+            alone = rollouts.select([row])
             assert alone.mask.all()  # no padding is left in a row by itself
             length = alone.mask.shape[1]
             logp_alone, top_logp_alone = Policy(policy)(alone)
@@ -324,7 +324,7 @@ def test_rows_keeps_the_numbers_of_each_row_and_trims_the_padding(
     rollouts.reward = torch.arange(32.0)
     lengths = rollouts.mask.sum(dim=1)
     shortest = lengths.argsort()[:3].tolist()
-    chosen = rollouts.rows(shortest)
+    chosen = rollouts.select(shortest)
     columns = chosen.mask.shape[1]
     assert columns == lengths[shortest].max() < rollouts.mask.shape[1]
     assert chosen.reward.tolist() == shortest
@@ -332,7 +332,7 @@ def test_rows_keeps_the_numbers_of_each_row_and_trims_the_padding(
     for name in "logp_behavior", "top_tokens", "top_logp_behavior":
         expected = getattr(rollouts, name)[shortest, :columns]
         assert torch.equal(getattr(chosen, name), expected), name
-    assert not rollouts.rows([]).mask.any()
+    assert not rollouts.select([]).mask.any()
 
 
 def test_the_end_of_sequence_token_is_part_of_the_response_and_truncated_ones_lack_it(

@@ -95,7 +95,7 @@ def test_the_engine_scores_texts_as_the_trainer_does_at_temperature_1(
     rollouts = sample(engine, prompts[:4], temperature=1.4)
     with torch.no_grad():
         logp, _ = Policy(policy)(rollouts)
-    scores = engine.score(rollouts)
+    scores = engine.log_probabilities(rollouts)
     assert (scores - logp)[rollouts.mask].abs().max() < AGREE
     assert (scores[~rollouts.mask] == 0).all()
 

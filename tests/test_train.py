@@ -30,7 +30,7 @@ from launch import read_metrics, torchrun, torchrun_on_nodes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from loss import OBJECTIVES, Batch, effective_sample_size
+from loss import KL_ESTIMATORS, OBJECTIVES, Batch, effective_sample_size
 from policy import Policy, build_policy
 from reward import load_task
 from rollout import Rollouts, noise_seeds
@@ -513,7 +513,7 @@ def test_one_outlier_does_not_end_a_healthy_run():
     assert stats["ratio"] == pytest.approx(3.98, rel=0.01)
     assert stats["ess_central"] > 0.999
     assert stats["ratio_central"] == pytest.approx(1, abs=0.01)
-    check_on_policy(Config(), stats, step=1, first=True)
+    check_on_policy(Config(), stats, step=1, is_first=True)
 
 
 @pytest.mark.parametrize(
@@ -531,9 +531,9 @@ def test_a_batch_that_should_be_on_policy_and_is_not_ends_a_run_in_its_first_ste
 ):
     stats = ratio_statistics(batch_of(log_ratio))
     with pytest.raises(Refused, match="step 1: a batch that should be on-policy"):
-        check_on_policy(Config(), stats, step=1, first=True)
+        check_on_policy(Config(), stats, step=1, is_first=True)
     # Later there is something to lose.
-    check_on_policy(Config(), stats, step=7, first=False)
+    check_on_policy(Config(), stats, step=7, is_first=False)
     warning = capsys.readouterr().err
     assert warning.startswith("warning: step 7: a batch that should be on-policy")
     assert "weight sync" in warning
@@ -551,8 +551,8 @@ def test_a_batch_that_should_be_on_policy_and_is_not_ends_a_run_in_its_first_ste
 )
 def test_a_batch_that_should_be_off_policy_is_not_complained_of(planned, capsys):
     stats = ratio_statistics(batch_of(torch.full([1000], math.log(0.02))))
-    check_on_policy(Config(**planned), stats, step=1, first=True)
-    check_on_policy(Config(**planned), stats, step=7, first=False)
+    check_on_policy(Config(**planned), stats, step=1, is_first=True)
+    check_on_policy(Config(**planned), stats, step=7, is_first=False)
     assert capsys.readouterr().err == ""
 
 
@@ -657,7 +657,7 @@ def test_the_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(Refused, match="holds another run"):
-        check_run(Config(out_dir=str(tmp_path)))
+        check_run(Config(out_dir=str(tmp_path)), KL_ESTIMATORS)
     assert (tmp_path / "config.json").read_text() == "{}"
 
 

@@ -140,8 +140,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "every rank samples the first rank's noise": Mistake(
         train.sample_step,
-        "seeds[rank::world]",
-        "seeds[0::world]",
+        "seeds[group] for group in groups",
+        "seeds[group] for group in range(len(groups))",
         [
             "test_loop."
             "test_on_two_ranks_a_step_has_the_prompts_and_the_noise_that_it_has_on_one"
@@ -190,51 +190,51 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: minibatches and micro-batches
     "every minibatch of the first rows": Mistake(
-        train.minibatches_of_pass,
+        train.rows_of_minibatches,
         "groups[minibatch :: cfg.minibatches]",
         "sorted(groups)[: len(groups) // cfg.minibatches]",
         [ONE_MINIBATCH],
     ),
     "minibatches that overlap": Mistake(
-        train.minibatches_of_pass,
+        train.rows_of_minibatches,
         "groups[minibatch :: cfg.minibatches]",
         "groups[minibatch:]",
         [ONE_MINIBATCH],
     ),
     "the same minibatches in every step and pass": Mistake(
-        train.minibatches_of_pass,
-        'random.Random(f"{cfg.seed} {step} {number}")',
+        train.rows_of_minibatches,
+        'random.Random(f"{cfg.seed} {step} {pass_number}")',
         "random.Random(cfg.seed)",
         ["test_loop.test_the_minibatches_of_each_step_and_pass_are_others"],
     ),
     "minibatches that are others on each rank": Mistake(
-        train.minibatches_of_pass,
-        'random.Random(f"{cfg.seed} {step} {number}")',
-        'random.Random(f"{cfg.seed} {step} {number} {rank}")',
+        train.rows_of_minibatches,
+        'random.Random(f"{cfg.seed} {step} {pass_number}")',
+        'random.Random(f"{cfg.seed} {step} {pass_number} {dist.get_rank()}")',
         [SAME_GROUPS],
     ),
     "a group split between minibatches": Mistake(
-        train.minibatches_of_pass,
+        train.rows_of_minibatches,
         "range(first_row, first_row + cfg.group_size)",
         "[row + group % 2 for row in range(first_row, first_row + cfg.group_size)]",
         [ONE_MINIBATCH, "test_loop.test_a_minibatch_has_whole_groups"],
     ),
     "micro-batches larger than allowed": Mistake(
-        train.micro_batches,
-        "(len(micros[-1]) + 1) * length[row] > max_tokens",
-        "len(micros[-1]) * length[row] > max_tokens",
+        train.rows_of_micro_batches,
+        "(len(newest) + 1) * length[row] > max_tokens",
+        "len(newest) * length[row] > max_tokens",
         ["test_loop.test_micro_batches_have_each_row_once_and_keep_to_their_size"],
     ),
     "e_B of the first micro-batch": Mistake(
         train.accumulate_gradient,
-        "gather_batch(micros, [logp for logp, _ in outputs], step)",
-        "gather_batch(micros[:1], [outputs[0][0]], step)",
+        "gather_batch(micro_batches, logps, step)",
+        "gather_batch(micro_batches[:1], logps[:1], step)",
         [MICRO_BATCHES],
     ),
     "the mean of the micro-batches' means": Mistake(
         train.accumulate_gradient,
         "(loss * dist.get_world_size()).backward()",
-        "(loss * dist.get_world_size() / len(micros)).backward()",
+        "(loss * dist.get_world_size() / len(micro_batches)).backward()",
         [MICRO_BATCHES],
     ),
     "the KL of the sampled token where K tokens are asked for": Mistake(
@@ -273,20 +273,20 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "logp_prox of the policy that sampled": Mistake(
         train.update,
-        "score_before_update(policy, rollouts, cfg)",
+        "compute_logp_prox(policy, rollouts, cfg)",
         "rollouts.logp_behavior",
         [LOGP_PROX],
     ),
     "logp_prox of the policy before each minibatch": Mistake(
         train.update,
-        "for rows in minibatches_of_pass(cfg, step, number):",
-        "for rows in minibatches_of_pass(cfg, step, number):\n"
-        "            rollouts.logp_prox = score_before_update(policy, rollouts, cfg)",
+        "for rows in rows_of_minibatches(cfg, step, pass_number):",
+        "for rows in rows_of_minibatches(cfg, step, pass_number):\n"
+        "            rollouts.logp_prox = compute_logp_prox(policy, rollouts, cfg)",
         [LOGP_PROX],
     ),
     # train.py: main, and what it evaluates
     "policy_temperature ignored": Mistake(
-        train.main,
+        train.Run.__init__,
         "temperature=cfg.policy_temperature",
         "temperature=1.0",
         [HOT_POLICY],
@@ -307,9 +307,9 @@ MISTAKES: dict[str, Mistake] = {
         ["test_loop.test_what_is_evaluated_is_never_a_quantized_copy"],
     ),
     "a queue that is one batch short": Mistake(
-        train.main,
-        "min(step + cfg.lag, cfg.steps)",
-        "min(step + max(0, cfg.lag - 1), cfg.steps)",
+        train.Run.fill_queue,
+        "min(step + self.cfg.lag, self.cfg.steps)",
+        "min(step + max(0, self.cfg.lag - 1), self.cfg.steps)",
         ["test_train.test_a_batch_is_used_lag_steps_after_it_was_sampled"],
     ),
     # policy.py
@@ -320,7 +320,7 @@ MISTAKES: dict[str, Mistake] = {
         [LOG_SOFTMAX, AGREE],
     ),
     "the policy's temperature multiplied": Mistake(
-        policy.log_probabilities, "/ temperature", "* temperature", [LOG_SOFTMAX]
+        policy.chunk_log_probabilities, "/ temperature", "* temperature", [LOG_SOFTMAX]
     ),
     "the KL's K tokens shifted by one": Mistake(
         policy.Policy.forward,
@@ -358,7 +358,8 @@ MISTAKES: dict[str, Mistake] = {
         "if not self.llm.reset_prefix_cache():",
         "if False:",
         [
-            "test_lost_weights.test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"
+            "test_lost_weights."
+            "test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"
         ],
     ),
     "the likeliest token's log pi_b": Mistake(
@@ -369,14 +370,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "top tokens of another position": Mistake(
         rollout.Engine.as_rollouts,
-        "top_tokens.append(listed[:, 1:])",
-        "top_tokens.append(listed.roll(1, dims=0)[:, 1:])",
+        "top_tokens.append(listed_tokens[:, 1:])",
+        "top_tokens.append(listed_tokens.roll(1, dims=0)[:, 1:])",
         [TOP_TOKENS],
     ),
     "the sampled token for the likeliest one": Mistake(
         rollout.Engine.as_rollouts,
-        "top_tokens.append(listed[:, 1:])",
-        "top_tokens.append(listed[:, :-1])",
+        "top_tokens.append(listed_tokens[:, 1:])",
+        "top_tokens.append(listed_tokens[:, :-1])",
         [TOP_TOKENS],
     ),
     "the end of sequence left out of the mask": Mistake(
@@ -390,7 +391,7 @@ MISTAKES: dict[str, Mistake] = {
         ],
     ),
     "rows in another order than their texts": Mistake(
-        rollout.Rollouts.rows,
+        rollout.Rollouts.select,
         "[self.text[row] for row in rows]",
         "[self.text[row] for row in sorted(rows)]",
         ["test_rollout.test_rows_keeps_the_numbers_of_each_row_and_trims_the_padding"],
