@@ -138,12 +138,6 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize("break_file", [cut, empty, Path.unlink])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "progress.pt"])
 def test_a_broken_checkpoint_is_refused_and_the_one_before_it_is_offered(
