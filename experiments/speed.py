@@ -34,7 +34,9 @@ from train import (
 TURNS = 5
 MATRIX = 2048  # rows and columns of the matrices whose product is the ceiling
 COPIED = 2**28  # bytes that are copied to measure the memory's rate
-HEAD_TOKENS = 4096
+# Tokens of a micro-batch by default, and of a part of it that fits all at once.
+HEAD_TOKENS = 16_384
+PART_TOKENS = 2048
 HEAD_HIDDEN = 576  # SmolLM2-135M's
 VOCABULARIES = (49_152, 151_936)
 # So many micro-batches has an update whose pass for e_B is measured.
@@ -223,8 +225,13 @@ def profile_update(policy: Policy, rollouts: Rollouts, cfg: Config) -> list[dict
 
 
 def measure_head(vocabulary: int) -> dict[str, Any]:
-    """Peak memory of log pi_theta and its gradient: in chunks, and all at once."""
+    """Peak memory of log pi_theta and its gradient: in chunks, and all at once.
+
+    All at once is measured for PART_TOKENS and scaled to HEAD_TOKENS: all that it holds
+    is of size tokens x vocabulary, but for the gradient of the head, which is left out.
+    """
     head = torch.randn(vocabulary, HEAD_HIDDEN, requires_grad=True)
+    head.grad = torch.zeros_like(head)
     hidden = torch.randn(HEAD_TOKENS, HEAD_HIDDEN, requires_grad=True)
     tokens = torch.randint(vocabulary, (HEAD_TOKENS, 1))
 
@@ -239,18 +246,18 @@ def measure_head(vocabulary: int) -> dict[str, Any]:
         torch.cat(logp).sum().backward()
 
     def at_once() -> None:
-        logits = hidden @ head.T
-        logits.log_softmax(dim=-1).gather(1, tokens).sum().backward()
+        logits = hidden[:PART_TOKENS] @ head.detach().T
+        logp = logits.log_softmax(dim=-1).gather(1, tokens[:PART_TOKENS])
+        logp.sum().backward()
 
-    found = {}
-    for name, act in (("in chunks", in_chunks), ("at once", at_once)):
-        head.grad = hidden.grad = None
-        found[name] = peak_bytes(act)
+    chunked = peak_bytes(in_chunks)
+    whole = peak_bytes(at_once) * HEAD_TOKENS / PART_TOKENS
     return {
         "tokens": HEAD_TOKENS,
         "chunk": CHUNK,
-        "bytes": found,
-        "ratio": found["in chunks"] / found["at once"],
+        "bytes in chunks": chunked,
+        "bytes at once": whole,
+        "ratio": chunked / whole,
     }
 
 
