@@ -301,6 +301,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    # An exception, so that it ends the run that it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     leave_alone(arguments, folder)
