@@ -84,13 +84,13 @@ def encode_problems(
     dropped = len(problems) - len(kept_problems)
     if dropped > 0:
         complaint = f"{dropped} of {len(problems)} {name} have over {room} tokens"
-        if not kept_problems:
-            raise ValueError(f"{complaint}, so none is left: allow longer prompts")
         if not drop_long:
             raise ValueError(
                 f"{complaint}, and no room for a response: lower max_response_tokens, "
                 "or drop them (train.py: --max_prompt_tokens, eval.py: --drop_long)"
             )
+        if not kept_problems:
+            raise ValueError(f"{complaint}, so none is left: allow longer prompts")
         if os.environ.get("RANK", "0") == "0":
             print(f"dropped: {complaint}")
     return Split(kept_problems, kept_prompts, dropped)

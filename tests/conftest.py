@@ -92,6 +92,10 @@ def loss(request):
     return getattr(request.config, "loss_module", None) or load_module(LOSS)
 
 
+# Some hundred engines live in one process until it ends. This is room for 256 sequences
+# of tiny in float32, as many as are decoded at the same time.
+CACHE_GB = 0.1
+
 # What one rank and several have to do alike. In bfloat16 a batch of another size rounds
 # otherwise, which flips single samples. 31 problems cannot be shared out equally.
 TWO_STEPS = [
@@ -119,6 +123,7 @@ def build_engine(group):
     from rollout import Engine
 
     def build(model="tiny", dtype="float32", **options):
+        options.setdefault("kv_cache_gb", CACHE_GB)
         engine = Engine(str(model), 128, dtype=dtype, **options)
         KEPT.append(engine)
         return engine
@@ -170,6 +175,7 @@ def run_here(group):
     import rollout
 
     def build(*arguments, **options):
+        options["kv_cache_gb"] = min(options.get("kv_cache_gb", 1), CACHE_GB)
         engine = rollout.Engine(*arguments, **options)
         KEPT.append(engine)
         return engine

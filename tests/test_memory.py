@@ -327,8 +327,8 @@ def test_listed_tokens_are_counted_in_the_update_and_in_main_memory():
     }
     counted = memory_of(Config(**sizes, lag=1))
     update = counted.update()
-    # 12 bytes in the batch, and 4 for log pi_theta.
-    assert part(update, "K likeliest") == 2048 * 20 * (12 + 4)
+    # 12 bytes in the batch: a token and its log pi_b.
+    assert part(update, "K likeliest") == 2048 * 20 * 12
     # vLLM lists the sampled token too. With a lag of 1 two batches are there.
     main_memory = 2048 * (21 * memory.LISTED_BYTES + 2 * 20 * 12)
     assert counted.rollouts_in_main_memory() == main_memory
