@@ -88,7 +88,7 @@ class Ended(NamedTuple):
 
     def is_the_machines_fault(self) -> bool:
         """Whether it was not let compute, or killed though it computed little."""
-        killed = self.how == "SIGKILL" and self.cpu_seconds < CPU_SECONDS
+        killed = self.how == "SIGKILL" and self.cpu_seconds < CPU_SECONDS / 2
         return self.how == "waited" or killed
 
 

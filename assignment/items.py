@@ -898,11 +898,12 @@ def ask_parts(draw: Draw) -> Question:
     logp_behavior = draw.uniform(-3, -0.5, 3, 4)
     logp = (logp_behavior + log_ratio).masked_fill(~mask, math.nan)
     kl = draw.uniform(0.1, 2, 3, 4)
+    advantage = draw.uniform(-2, 2, 3, 4).masked_fill(~mask, math.nan)
 
     def check(answer: Answer) -> None:
         loss = answer.tensor()
         if not torch.isfinite(loss):
-            raise Wrong(f"with NaN in the padding, kl's as well, the loss is {loss}")
+            raise Wrong(f"with NaN in the padding of all inputs the loss is {loss}")
         parts = parts_of(answer)
         expect(parts["loss"], loss, "in the dictionary, loss is")
         sentence = "in the dictionary, kl_loss, the mean of the given KL, is"
@@ -922,7 +923,7 @@ def ask_parts(draw: Draw) -> Question:
     inputs = call(
         Leaf(logp),
         logp_behavior.masked_fill(~mask, math.nan),
-        draw.uniform(-2, 2, 3),
+        advantage,
         mask,
         kl=kl.masked_fill(~mask, math.nan),
         ess=float(ess),
@@ -1046,7 +1047,7 @@ def means(draw: Draw) -> list[Question]:
             if in_padding.any():
                 raise Wrong(
                     f"with {junk} in the padding of logp and logp_behavior, the "
-                    f"gradient to logp in the padding is {numbers(in_padding)}; "
+                    f"gradient to logp there is {numbers(in_padding[:3])}; "
                     "expected 0. Put a number there before any arithmetic"
                 )
 
@@ -1301,9 +1302,9 @@ def of_ranks(answer: Answer, sizes: list[list[int]]) -> list[Any]:
     failed.sort(key=lambda pair: pair[1]["error"] == "MissingRank")
     if failed:
         rank, value = failed[0]
-        idle = "" if sizes[rank] else ", which has no micro-batch"
+        idle = "" if sizes[rank] else ", which has no micro-batch,"
         raise Wrong(
-            f"with {division(sizes)}, {answer.function} on rank {rank}{idle} raised "
+            f"for {division(sizes)}, {answer.function} on rank {rank}{idle} raised "
             f"{what_was_raised(value)}"
         )
     return values
@@ -1369,7 +1370,7 @@ def ask_quantities(
             if not (isinstance(value, list) and len(value) == 2):
                 raise Wrong("batch_quantities returns e_B and the token count")
             idle = "" if sizes[rank] else ", which has no micro-batch,"
-            subject = f"with {division(sizes)}{where}, %s on rank {rank}{idle} is"
+            subject = f"for {division(sizes)}{where}, %s on rank {rank}{idle} is"
             count = as_tensor("the token count", value[1], ())
             check_count(count, subject % "the token count", masks, rank)
             expect(
@@ -1577,7 +1578,7 @@ def ask_gradient(draw: Draw, sizes: list[list[int]]) -> Question:
             if len(sizes) > 1:
                 what = "the average of the ranks' gradients"
             raise Wrong(
-                f"with {division(sizes)}, {what} has the first row "
+                f"for {division(sizes)}, {what} has the first row "
                 f"{numbers(found[0])}; expected {numbers(right[0])}"
                 f"{known_mistake(found, gradient_mistakes(weight, ranks, ess))}"
             )
@@ -1692,12 +1693,16 @@ def check_results(path: Path) -> None:
         raise Wrong(f"results.json is not JSON: {str(error)[:100]}") from error
     if not isinstance(results, dict):
         raise Wrong("results.json is not an object with the fields of the handout")
-    for name in ("question", "prediction", "conclusion"):
-        text = results.get(name)
-        if not isinstance(text, str) or len(text) < 40:
-            raise Wrong(
-                f"{name!r} in results.json is no sentence of 40 letters or more"
-            )
+    missing = [
+        name
+        for name in ("question", "prediction", "conclusion")
+        if not isinstance(results.get(name), str) or len(results[name]) < 40
+    ]
+    if missing:
+        raise Wrong(
+            f"{', '.join(missing)} in results.json: each has to be a sentence of 40 "
+            "letters or more"
+        )
     arms = results.get("arms")
     if not isinstance(arms, dict) or len(arms) != 2:
         raise Wrong("'arms' in results.json does not have two arms")

@@ -308,7 +308,7 @@ SAID: dict[str, str] = {
     "k3 by default": "with the estimate 'k3'",
     "the given KL ignored": "the KL that is given is not looked at",
     "ratio inverted": "the ratio is inverted",
-    "padding in the gradient": "the gradient to logp in the padding is nan",
+    "padding in the gradient": "the gradient to logp there is nan",
     "the largest ratio may be padding": "which must not be what you divide by",
     "e_B is a float32 tensor": "is a float32 tensor; expected a float64 tensor",
     "e_B is no tensor": "is a float; expected a float64 tensor",
