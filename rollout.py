@@ -359,9 +359,8 @@ class Engine:
         from vllm import distributed
 
         partial = Counter(self.incomplete.partial)
-        if self.padded_layers is None:
-            self.padded_layers = partial
-        too_little = set(partial - self.padded_layers)
+        padded = partial if self.padded_layers is None else self.padded_layers
+        too_little = set(partial - padded)
         # A rank's part of a small vocabulary may be padding alone, which gets nothing:
         # a layer is empty if no rank that shares this engine got a part of it.
         sharing = distributed.get_tp_group()
@@ -373,6 +372,7 @@ class Engine:
             return f"brought nothing to a {', '.join(sorted(empty))}"
         if too_little:
             return f"left out a part of a {', '.join(sorted(too_little))}"
+        self.padded_layers = padded
         return ""
 
     def sleep(self) -> None:

@@ -692,7 +692,7 @@ class Run:
 
     def sync(self) -> None:
         """Phase 4, sync: the policy's weights into the engine."""
-        self.engine.load_weights(full_weights(self.policy), version=str(self.done))
+        self.engine.load_weights(full_weights(self.policy), str(self.done))
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the policy, whatever samples the rollouts."""

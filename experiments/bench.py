@@ -1,4 +1,4 @@
-"""Seconds of a training step, by phase, and what the exact KL costs of them.
+"""Seconds of a training step by phase, how near they are to what is possible, the KL.
 
     python experiments/bench.py
     python experiments/bench.py --smollm2 models/SmolLM2-135M-Instruct --trl
@@ -28,6 +28,12 @@ from torch.distributed import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.memory import LISTED_BYTES, TOP_BYTES, TOP_WORK_BYTES, peak_bytes
+from experiments.speed import (
+    VOCABULARIES,
+    measure_head,
+    measure_machine,
+    measure_speed,
+)
 from loss import OBJECTIVES
 from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
@@ -62,7 +68,7 @@ class BenchConfig(Flags):
     """its model folder; left out, only the embedded policy is measured"""
     trl: bool = False
     """also measure TRL's GRPOTrainer with SmolLM2"""
-    parts: list[Literal["steps", "kl"]] = ["steps", "kl"]
+    parts: list[Literal["steps", "kl", "speed"]] = ["steps", "kl", "speed"]
     """what to measure"""
 
 
@@ -239,6 +245,22 @@ def kl_on_paper() -> dict[str, Any]:
     return found
 
 
+def measure_all_speeds(smollm2: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """experiments/speed.py for each model and dtype."""
+    machine = measure_machine()
+    found: dict[str, Any] = {"machine": machine}
+    for vocabulary in VOCABULARIES:
+        found[f"head of {vocabulary:,} tokens"] = measure_head(vocabulary)
+    configs = {"tiny float32": Config(dtype="float32")}
+    if smollm2:
+        for dtype in ("float32", "bfloat16"):
+            settings = SMOLLM2 | {"model": smollm2, "dtype": dtype}
+            configs[f"smollm2 {dtype}"] = Config(**settings)
+    for name, cfg in configs.items():
+        found[name] = measure_speed(cfg, mesh, machine)
+    return found
+
+
 def save(results: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -250,10 +272,16 @@ def main() -> None:
     if "steps" in cfg.parts:
         results["steps"] = results.get("steps", {}) | measure_steps(cfg)
         save(results)
+    if cfg.parts == ["steps"]:
+        print(RESULTS.read_text())
+        return
+    mesh = init_distributed()
+    if "speed" in cfg.parts:
+        results["speed"] = measure_all_speeds(cfg.smollm2, mesh)
+        save(results)
     if "kl" in cfg.parts:
         exact_kl = results.setdefault("exact KL", {})
         exact_kl["on paper"] = kl_on_paper()
-        mesh = init_distributed()
         exact_kl["tiny"] = kl_cost(Config(), mesh, turns=10)
         save(results)
         if cfg.smollm2:

@@ -234,7 +234,9 @@ def load_checkpoint(
     weights, moments = get_state_dict(policy, optimizer)
     state = {"policy": weights, "optimizer": moments}
     try:
-        dcp.load(state, storage_reader=SafeReader(newest), planner=SafePlanner())
+        reader = SafeReader(newest)
+        reader.read_metadata()  # dcp.load would print a traceback if it cannot be read.
+        dcp.load(state, storage_reader=reader, planner=SafePlanner())
         progress = torch.load(newest / "progress.pt", weights_only=True)
     except (CheckpointException, Exception) as error:
         # torch has many kinds of errors for a file that ends early, or is no such file.

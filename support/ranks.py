@@ -2,16 +2,19 @@
 
 A collective waits for all ranks, for half an hour if it must, and a rank that waits in
 C++ runs no Python: no signal handler, and no exception. So a thread of each rank takes
-its signals, and another one watches the other processes.
+its signals, and another one watches a connection to the other processes.
 """
 
 import os
+import secrets
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,7 +23,7 @@ from support.flags import OneRankFailed, Refused
 
 # What torchrun and a shell send more than once for one wish comes within this time.
 ONE_WISH = 2.0  # seconds
-WATCH_EVERY = 1.0  # seconds
+CONNECT_WITHIN = 60.0  # seconds
 # A rank that learns from a collective that another one has ended says so itself. One
 # that does not is ended after this time: torchrun would kill it after 30 seconds.
 GRACE = 20.0  # seconds
@@ -59,28 +62,20 @@ def catch_signals() -> list[int]:
 
 @contextmanager
 def watch_ranks() -> Iterator[None]:
-    """Within, this process ends soon after another rank of its node has.
+    """Within, this process ends soon after another rank has, on whatever node it was.
 
     Entering is a collective. Leaving is none: where all is done, ranks end one by one.
     """
-    node = os.environ.get("GROUP_RANK", "0")
-    of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (node, os.getpid()))
-    neighbors = {
-        rank: pid
-        for rank, (node_of_rank, pid) in enumerate(of_ranks)
-        if node_of_rank == node and rank != dist.get_rank()
-    }
+    connections = connect_ranks()
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(WATCH_EVERY):
-            ended = [rank for rank, pid in neighbors.items() if not is_alive(pid)]
-            if ended and not is_over.wait(GRACE):
-                say(f"rank {ended[0]} has ended, and so does this one")
-                os._exit(1)
+        ended = wait_for_end(connections)
+        if not is_over.wait(GRACE):
+            say(f"rank {ended} has ended, and so does this one")
+            os._exit(1)
 
-    if neighbors:
+    if connections:
         threading.Thread(target=watch, daemon=True).start()
     try:
         yield
@@ -88,14 +83,80 @@ def watch_ranks() -> Iterator[None]:
         is_over.set()
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and more than the entry that it leaves."""
+def connect_ranks() -> dict[int, socket.socket]:
+    """Connections between rank 0 and each other one, by the other end's rank.
+
+    They stay open for as long as both processes are there: the system closes them when
+    one ends, however it does. A collective. Raises OneRankFailed where a rank cannot be
+    reached.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        return {}
+    listener = None
+    told: list = [None]
+    if rank == 0:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        told = [(listener.getsockname()[1], secrets.token_bytes(16))]
+    dist.broadcast_object_list(told)
+    port, key = told[0]
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    state = stat.rpartition(")")[2].split()[0]
-    return state not in ("Z", "X")
+        if listener is None:
+            address = (os.environ["MASTER_ADDR"], port)
+            connection = socket.create_connection(address, CONNECT_WITHIN)
+            connection.sendall(key + rank.to_bytes(4))
+            connections = {0: connection}
+        else:
+            connections = accept_ranks(listener, world - 1, key)
+    except OSError as error:
+        raise OneRankFailed(
+            f"no connection to the other ranks at {os.environ['MASTER_ADDR']}, port "
+            f"{port}: {error}; open the ports between the nodes"
+        ) from error
+    for connection in connections.values():
+        connection.settimeout(None)
+        # A machine that is gone closes nothing: it is asked, and is gone after 30 s.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    return connections
+
+
+def accept_ranks(
+    listener: socket.socket, count: int, key: bytes
+) -> dict[int, socket.socket]:
+    """The connections of so many ranks. Whoever else connects has no key."""
+    connections: dict[int, socket.socket] = {}
+    with listener:
+        listener.settimeout(CONNECT_WITHIN)
+        while len(connections) < count:
+            connection, _ = listener.accept()
+            connection.settimeout(CONNECT_WITHIN)
+            with suppress(TimeoutError, ConnectionError):  # of a stranger
+                greeting = connection.recv(len(key) + 4, socket.MSG_WAITALL)
+                if greeting.startswith(key):
+                    connections[int.from_bytes(greeting[len(key) :])] = connection
+    return connections
+
+
+def wait_for_end(connections: dict[int, socket.socket]) -> int:
+    """Wait until another rank has ended, and return which. Rank 0 tells the others."""
+    readable, _, _ = select.select(list(connections.values()), [], [])
+    [other] = [rank for rank, each in connections.items() if each is readable[0]]
+    try:
+        message = connections[other].recv(4, socket.MSG_WAITALL)
+    except OSError:  # of a machine that does not answer any more
+        message = b""
+    ended = int.from_bytes(message) if message else other
+    is_rank_0 = 0 not in connections
+    for rank, connection in connections.items():
+        if is_rank_0 and rank != ended:
+            with suppress(OSError):  # It has ended as well.
+                connection.sendall(ended.to_bytes(4))
+    return ended
 
 
 def is_lost_connection(error: BaseException) -> bool:

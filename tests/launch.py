@@ -13,6 +13,18 @@ from conftest import ROOT, TORCHRUN
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def exit_code(process: int) -> int:
+    """Wait for a child: its exit code, or minus the signal that ended it."""
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
 def torchrun(ranks: int, script: str, *arguments: str) -> str:
     """Runs a script on so many ranks, to its end; returns what it printed."""
     done = subprocess.run(
@@ -37,9 +49,7 @@ def torchrun_on_nodes(
     nodes: int, ranks_of_node: int, script: str, *arguments: str
 ) -> None:
     """The same under one torchrun a node, each of them on the loopback address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     launchers = []
     for node in range(nodes):
         launcher = subprocess.Popen(

@@ -9,12 +9,11 @@ there that would end the other one. Prints a JSON object, for each phase: {"code
 """
 
 import json
-import os
-import socket
 import sys
 import time
 from pathlib import Path
 
+from launch import exit_code, free_port
 from lives import begin_life
 
 FLAGS = [
@@ -24,12 +23,6 @@ FLAGS = [
     "--eval_every=0",
     "--save_every=1",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def environment_of(rank: int, nodes: int, port: int) -> dict[str, str]:
@@ -61,12 +54,6 @@ def begin_two_ranks(
         output = folder / f"printed-{rank}"
         processes.append(begin_life(flags, blow, output, environment))
     return processes
-
-
-def exit_code(process: int) -> int:
-    """Wait for a process: its exit code, or minus the signal that ended it."""
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 def outlive(folder: Path, nodes: int, phase: str) -> dict:

@@ -13,7 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-from one_rank_dies import FLAGS, begin_two_ranks, exit_code
+from launch import exit_code
+from one_rank_dies import FLAGS, begin_two_ranks
 
 from support.shared_memory import SEGMENTS
 

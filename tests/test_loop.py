@@ -6,6 +6,7 @@ Each test here is about one line of the loop that such a fault can hide in.
 
 import json
 import math
+import shutil
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
 import train
@@ -23,7 +25,7 @@ from loss import OBJECTIVES
 from policy import Policy, build_policy, full_weights
 from rollout import Rollouts
 from support.checkpoints import load_checkpoint, save_checkpoint
-from support.flags import find_objective
+from support.flags import Refused, find_objective
 from support.prompts import Split
 from train import (
     Config,
@@ -641,3 +643,15 @@ def test_the_check_of_a_fresh_batch_sees_the_first_minibatch_before_its_update(
     )
     updated = update_of(minibatches=2)
     assert seen == [updated.history[0]["ess"]]
+
+
+def test_a_model_with_dropout_is_refused_as_its_ratios_would_be_random(tmp_path):
+    # The trainer computes in training mode: at equal weights log rho would not be 0.
+    shutil.copytree(ROOT / "tiny", tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    with pytest.raises(
+        Refused, match="has attention_dropout 0.1, by which every ratio"
+    ):
+        load_data(Config(model=str(tmp_path / "model")))

@@ -5,12 +5,12 @@ handlers and exceptions wait with it.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -18,12 +18,12 @@ from launch import ENVIRONMENT, read_metrics
 
 import train
 from support.flags import OneRankFailed, Refused
-from support.ranks import ONE_WISH, is_alive, run_script
+from support.ranks import ONE_WISH, run_script
 
 SHORT = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
 
 
-def json_of(script: str, *arguments: str) -> dict:
+def json_of(script: str, *arguments: str) -> Any:
     """What a script of tests/ prints as JSON."""
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / script, *arguments],
@@ -120,15 +120,15 @@ def test_after_kill_9_ranks_that_share_an_engine_run_again_also_beside_others(tm
     assert [row["step"] for row in first] == [0, 1, 2]
 
 
-def test_a_process_that_has_ended_and_was_not_waited_for_is_not_alive():
-    assert is_alive(os.getpid())
-    child = subprocess.Popen(["true"])
-    while is_alive(child.pid):
-        time.sleep(0.01)
-    # It is still in the table of processes: nobody has waited for it.
-    assert Path(f"/proc/{child.pid}").exists()
-    child.wait()
-    assert not is_alive(child.pid)
+def test_ranks_of_two_nodes_learn_that_another_one_has_ended_while_they_are_busy(
+    tmp_path,
+):
+    # Ranks 0 and 1 wait in C++ for something else than a collective.
+    ends = json_of("watched_ranks.py", str(tmp_path))
+    for rank, who in (0, ""), (1, "rank 1: "):
+        sentence = f"watched_ranks.py: {who}rank 2 has ended, and so does this one\n"
+        assert ends[rank] == {"code": 1, "printed": sentence}
+    assert ends[2]["code"] == -signal.SIGKILL
 
 
 # Signals

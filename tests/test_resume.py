@@ -432,7 +432,8 @@ def test_a_resumed_log_ends_at_its_step_and_has_no_torn_line(group, tmp_path):
 def test_a_run_that_is_asked_to_stop_saves_its_step_whether_or_not_it_would_have(
     save_every, train_here, tmp_path, monkeypatch
 ):
-    signals = iter([0, signal.SIGTERM])
+    # It looks for signals before a batch is sampled, and when a step is done.
+    signals = iter([0, 0, 0, signal.SIGTERM])
     monkeypatch.setattr(train, "agreed_signal", lambda caught: next(signals))
     flags = ["--steps=4", "--prompts_per_step=4", f"--save_every={save_every}"]
     with pytest.raises(Refused, match="stopped by signal 15 after step 2: --resume"):

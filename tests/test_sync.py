@@ -207,7 +207,7 @@ def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_we
             load_weights(engine, weights, version)
 
     monkeypatch.setattr(Engine, "load_weights", forgetful)
-    sentence = "step 3: the batch is of weights 1, not of weights 2"
+    sentence = "step 3: its batch was sampled by weights 1, not by weights 2"
     out = tmp_path / "run"
     with pytest.raises(Refused, match=sentence):
         train_here("--steps=4", "--prompts_per_step=4", f"--out_dir={out}")

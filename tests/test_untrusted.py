@@ -147,7 +147,7 @@ def test_a_hostile_pickle_as_the_index_of_a_checkpoint_is_refused(saved, witness
     index = saved[0] / "checkpoints/step-000001/.metadata"
     index.write_bytes(pickle.dumps(Hostile(witness)))
     # os.mkdir is posix.mkdir.
-    with pytest.raises(Refused, match="cannot be read: .*its index names posix.mkdir;"):
+    with pytest.raises(Refused, match="cannot be read: its index names posix.mkdir; "):
         load(saved)
 
 
@@ -184,7 +184,7 @@ def test_an_index_that_names_a_file_outside_its_checkpoint_is_refused(
     name, saved, tmp_path
 ):
     rewrite_index(saved[0] / "checkpoints/step-000001", name)
-    with pytest.raises(Refused, match="cannot be read: .*its index names the file"):
+    with pytest.raises(Refused, match="cannot be read: its index names the file"):
         load(saved)
 
 

@@ -1,0 +1,284 @@
+"""How near the rollouts, the update, the sync and the loss are to what is possible.
+
+experiments/bench.py runs this and writes what it finds. Every part compares two things
+in turn, in one process, and reports the median of the turns with the least and the
+most: seconds depend on the machine and its neighbors, and ratios hardly.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import DeviceMesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.memory import peak_bytes
+from loss import OBJECTIVES
+from policy import CHUNK, Policy, build_policy, chunk_log_probabilities, full_weights
+from rollout import Engine, Rollouts
+from train import (
+    Config,
+    accumulate_gradient,
+    add_reward,
+    build_optimizer,
+    load_data,
+    rows_of_micro_batches,
+    sample_step,
+)
+
+TURNS = 5
+MATRIX = 2048  # rows and columns of the matrices whose product is the ceiling
+COPIED = 2**28  # bytes that are copied to measure the memory's rate
+# Tokens of a micro-batch by default, and of a part of it that fits all at once.
+HEAD_TOKENS = 16_384
+PART_TOKENS = 2048
+HEAD_HIDDEN = 576  # SmolLM2-135M's
+VOCABULARIES = (49_152, 151_936)
+# So many micro-batches has an update whose pass for e_B is measured.
+MICRO_BATCHES = 4
+# So many operators of a profile are kept, those that take most.
+OPERATORS = 15
+
+
+def seconds_of(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def in_turn(**acts: Callable[[], Any]) -> dict[str, list[float]]:
+    """Seconds of each act in TURNS turns, after one that does not count.
+
+    None of them is always the first one.
+    """
+    names = list(acts)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(TURNS + 1):
+        for name in names if turn % 2 else reversed(names):
+            took = seconds_of(acts[name])
+            if turn > 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(values),
+        "least": min(values),
+        "most": max(values),
+    }
+
+
+def ratios(numerators: list[float], denominators: list[float]) -> dict[str, float]:
+    """The spread of the ratio over the turns."""
+    pairs = zip(numerators, denominators, strict=True)
+    return spread([numerator / denominator for numerator, denominator in pairs])
+
+
+def measure_machine() -> dict[str, Any]:
+    """What the machine does at most: products and bytes of memory, a second."""
+    found: dict[str, Any] = {"threads": torch.get_num_threads()}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.randn(MATRIX, MATRIX, dtype=dtype)
+        seconds = in_turn(product=lambda matrix=matrix: matrix @ matrix)["product"]
+        operations = 2 * MATRIX**3
+        name = str(dtype).removeprefix("torch.")
+        found[f"GFLOP/s, {name}"] = spread([operations / s / 1e9 for s in seconds])
+    source = torch.zeros(COPIED, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    seconds = in_turn(copy=lambda: target.copy_(source))["copy"]
+    # A copy reads and writes.
+    found["memory, GB/s"] = spread([2 * COPIED / s / 1e9 for s in seconds])
+    return found
+
+
+def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any]:
+    """Engine.sample beside vLLM that is driven directly.
+
+    "as asked" has the same log-probabilities, and leaves out what Engine does with
+    them. "bare" asks for none.
+    """
+    from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+
+    def direct(**more: Any) -> None:
+        sampling = SamplingParams(
+            n=cfg.group_size,
+            seed=0,
+            max_tokens=cfg.max_response_tokens,
+            detokenize=False,
+            **more,
+        )
+        engine.llm.reset_prefix_cache()
+        engine.llm.generate(asked, sampling, use_tqdm=False)
+
+    def ours() -> None:
+        engine.sample(
+            prompts,
+            cfg.group_size,
+            [0] * len(prompts),
+            max_tokens=cfg.max_response_tokens,
+        )
+
+    seconds = in_turn(
+        ours=ours,
+        as_asked=partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True),
+        bare=direct,
+    )
+    return {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "speed beside vLLM as asked": ratios(seconds["as_asked"], seconds["ours"]),
+        "speed beside vLLM bare": ratios(seconds["bare"], seconds["ours"]),
+    }
+
+
+def measure_update(
+    policy: Policy, rollouts: Rollouts, cfg: Config, ceiling: float
+) -> dict[str, Any]:
+    """An optimizer step on all rollouts, in tokens a second and as share of `ceiling`.
+
+    ceiling is in GFLOP/s. A token counts 6 operations a parameter, and tokens are those
+    of prompts and responses: neither padding nor what is computed twice counts.
+    """
+    rows = list(range(len(rollouts.text)))
+    optimizer, _ = build_optimizer(policy, cfg)
+
+    def update() -> None:
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def sync() -> None:
+        for _ in full_weights(policy):
+            pass
+
+    seconds = in_turn(update=update, sync=sync)
+    tokens = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).sum())
+    places = rollouts.tokens.numel()
+    parameters = sum(weight.numel() for weight in policy.parameters())
+    operations = 6 * parameters * tokens
+    gigaflops = [operations / s / 1e9 for s in seconds["update"]]
+    return {
+        "tokens": tokens,
+        "seconds": spread(seconds["update"]),
+        "tokens a second": spread([tokens / s for s in seconds["update"]]),
+        "share of the ceiling": spread([rate / ceiling for rate in gigaflops]),
+        "share of padding": 1 - tokens / places,
+        "seconds to gather the weights": spread(seconds["sync"]),
+    }
+
+
+def measure_ess_pass(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[str, Any]:
+    """The pass for e_B where a minibatch has several micro-batches: share of its time.
+
+    With a single micro-batch there is no such pass.
+    """
+    rows = list(range(len(rollouts.text)))
+    length = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).max())
+    rows_of_each = -(-len(rows) // MICRO_BATCHES)
+    several = cfg.model_copy(update={"micro_batch_tokens": rows_of_each * length})
+
+    def gradient() -> None:
+        objective = OBJECTIVES["p3o"]
+        accumulate_gradient(policy, rollouts, rows, objective, several, step=1)
+        policy.zero_grad()
+
+    def pass_for_ess() -> None:
+        limit = several.micro_batch_tokens
+        with torch.no_grad():
+            for chosen in rows_of_micro_batches(rollouts, rows, limit):
+                policy(rollouts.select(chosen))
+
+    seconds = in_turn(gradient=gradient, pass_for_ess=pass_for_ess)
+    return {
+        "micro-batches": MICRO_BATCHES,
+        "share of the update": ratios(seconds["pass_for_ess"], seconds["gradient"]),
+    }
+
+
+def profile_update(policy: Policy, rollouts: Rollouts, cfg: Config) -> list[dict]:
+    """Where the time of a gradient goes: torch's operators, by their own time."""
+    rows = list(range(len(rollouts.text)))
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as record:
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
+    policy.zero_grad()
+    events = record.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    events.sort(key=lambda event: -event.self_cpu_time_total)
+    return [
+        {
+            "operator": event.key,
+            "share": event.self_cpu_time_total / total,
+            "calls": event.count,
+        }
+        for event in events[:OPERATORS]
+    ]
+
+
+def measure_head(vocabulary: int) -> dict[str, Any]:
+    """Peak memory of log pi_theta and its gradient: in chunks, and all at once.
+
+    All at once is measured for PART_TOKENS and scaled to HEAD_TOKENS: all that it holds
+    is of size tokens x vocabulary, but for the gradient of the head, which is left out.
+    """
+    head = torch.randn(vocabulary, HEAD_HIDDEN, requires_grad=True)
+    head.grad = torch.zeros_like(head)
+    hidden = torch.randn(HEAD_TOKENS, HEAD_HIDDEN, requires_grad=True)
+    tokens = torch.randint(vocabulary, (HEAD_TOKENS, 1))
+
+    def in_chunks() -> None:
+        pairs = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
+        logp = [
+            torch.utils.checkpoint.checkpoint(
+                chunk_log_probabilities, h, head, 1.0, t, use_reentrant=False
+            )
+            for h, t in pairs
+        ]
+        torch.cat(logp).sum().backward()
+
+    def at_once() -> None:
+        logits = hidden[:PART_TOKENS] @ head.detach().T
+        logp = logits.log_softmax(dim=-1).gather(1, tokens[:PART_TOKENS])
+        logp.sum().backward()
+
+    chunked = peak_bytes(in_chunks)
+    whole = peak_bytes(at_once) * HEAD_TOKENS / PART_TOKENS
+    return {
+        "tokens": HEAD_TOKENS,
+        "chunk": CHUNK,
+        "bytes in chunks": chunked,
+        "bytes at once": whole,
+        "ratio": chunked / whole,
+    }
+
+
+def measure_speed(cfg: Config, mesh: DeviceMesh, machine: dict) -> dict[str, Any]:
+    """All of the above for one model, in the dtype of cfg."""
+    data = load_data(cfg)
+    policy = build_policy(cfg.model, mesh, dtype=cfg.dtype)
+    engine = Engine(
+        cfg.model,
+        data.longest,
+        top_logprobs=cfg.top_logprobs,
+        kv_cache_gb=cfg.kv_cache_gb,
+    )
+    engine.load_weights(full_weights(policy), version="0")
+    rollouts = sample_step(engine, cfg, 1, data.train.prompts)
+    add_reward(rollouts, cfg, 1, data.train.problems)
+    ceiling = machine[f"GFLOP/s, {cfg.dtype}"]["median"]
+    prompts = data.train.prompts[: cfg.prompts_per_step]
+    return {
+        "rollout": measure_rollout(engine, cfg, prompts),
+        "update": measure_update(policy, rollouts, cfg, ceiling),
+        "pass for e_B": measure_ess_pass(policy, rollouts, cfg),
+        "profile": profile_update(policy, rollouts, cfg),
+    }
