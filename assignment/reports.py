@@ -215,7 +215,8 @@ def summary_lines(
     names = [f"{name} ({count})" for name, count in counts.most_common()]
     yield f"Items lost, and by how many: {', '.join(names) or 'none'}."
     cpu_seconds = sum(one.cpu_seconds for one in graded.values())
-    yield f"Graded in {seconds:.0f} s, of which {cpu_seconds:.0f} s were computing."
+    computed = f"students' code computed for {cpu_seconds:.0f} s"
+    yield f"Graded in {seconds:.0f} s, of which {computed}."
 
 
 def write_csv(path: Path, graded: dict[str, Graded], seed: int) -> None:
