@@ -6,10 +6,12 @@
 
 The last line says "points: X of Y". With --out DIR, grade.json, junit.xml and
 results.json (the one that Gradescope's autograders read) stand in DIR, or, of several
-submissions, in a folder of DIR each, with a table of all in table.md.
+submissions, in a folder of DIR each, with all of them in table.md and table.csv.
 
 A student's code runs in processes of their own (runner.py, sandbox.py), and its answers
-are compared here (items.py), so that code that reads the grader learns nothing.
+are compared here (items.py), so that code that reads the grader learns nothing. What a
+process computes is limited, not how long the machine takes: points do not depend on
+what else the machine has to do.
 """
 
 import argparse
@@ -25,43 +27,69 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+try:
+    import scipy  # noqa: F401
+    import torch  # noqa: F401
+except ImportError as error:
+    sys.exit(
+        f"grade.py: {error}, in {sys.executable}. Run it with .venv/bin/python, which "
+        "the repository's README.md installs"
+    )
+
 from assignment import sandbox  # noqa: E402
 from assignment.items import (  # noqa: E402
     ITEMS,
-    PARTS,
     Answer,
     Draw,
     Item,
+    Question,
     Wrong,
     check_results,
+    what_was_raised,
+)
+from assignment.reports import (  # noqa: E402
+    Graded,
+    Result,
+    legible,
+    report,
+    table,
+    total,
+    write_csv,
+    write_reports,
 )
 
-CPU_SECONDS = 10  # of an item; the slowest takes less than one
-WALL_SECONDS = 40  # of an item
-SUBMISSION_SECONDS = 150  # of all items
+CPU_SECONDS = 5  # of an item; the slowest takes less than one
+SLEEP_SECONDS = 5  # of an item, in which its process neither computes nor wants to
+# An item that has not ended after so long, though it did not sleep, was not let compute
+# by the machine. That is not the student's fault.
+WALL_SECONDS = 300
 MEMORY_BYTES = 3 * 2**30
 FILE_BYTES = 4 * 2**20  # of what a process prints, and of its answers
 LONGEST_FILE = 2**20  # bytes of a student's file
 SHOWN = 500  # characters of what the student's code printed
 # Files that are the grader's, whatever a student hands in under their name.
 GIVEN = ("toy.py",)
+FILES = list(dict.fromkeys(item.file for item in ITEMS))  # of a submission
 
 
-class Result(NamedTuple):
-    """An item of a submission, graded."""
+class Ended(NamedTuple):
+    """How a student's process ended, and what it left."""
 
-    item: Item
-    points: int
-    sentence: str  # the first thing that is wrong; empty if nothing is
-    printed: str = ""
-    seconds: float = 0.0
+    how: str
+    cpu_seconds: float
+    answers: list[dict[str, Any]] | None  # what it wrote, and may be anything
+    printed: str
+
+    def is_the_machines_fault(self) -> bool:
+        """Whether it was not let compute, or killed though it computed little."""
+        killed = self.how == "SIGKILL" and self.cpu_seconds < CPU_SECONDS / 2
+        return self.how == "waited" or killed
 
 
 class Runner:
@@ -69,7 +97,8 @@ class Runner:
 
     def __init__(self, trusted: bool) -> None:
         self.trusted = trusted
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        libraries = ("OMP", "MKL", "OPENBLAS")
+        environment = os.environ | {f"{name}_NUM_THREADS": "1" for name in libraries}
         self.process = subprocess.Popen(
             [sys.executable, "-I", HERE / "runner.py"],
             stdin=subprocess.PIPE,
@@ -79,13 +108,8 @@ class Runner:
             cwd="/",
         )
 
-    def ask(
-        self, folder: Path, module: str, calls: list[dict[str, Any]]
-    ) -> tuple[str, list[dict[str, Any]] | None, str]:
-        """How the process ended, the answers to the calls if it gave them, its prints.
-
-        An answer is what the student's process wrote, and may be anything.
-        """
+    def ask(self, folder: Path, module: str, calls: list[dict[str, Any]]) -> Ended:
+        """What became of these calls of a module of the submission."""
         with tempfile.TemporaryDirectory() as scratch:
             output, printed = Path(scratch, "answers.json"), Path(scratch, "printed")
             job = {
@@ -96,19 +120,22 @@ class Runner:
                 "printed": str(printed),
                 "trusted": self.trusted,
                 "cpu_seconds": CPU_SECONDS,
+                "sleep_seconds": SLEEP_SECONDS,
                 "wall_seconds": WALL_SECONDS,
                 "memory_bytes": MEMORY_BYTES,
                 "file_bytes": FILE_BYTES,
             }
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-            ended = self.process.stdout.readline().strip()
-            if not ended:
+            line = self.process.stdout.readline()
+            if not line:
                 raise RuntimeError("grade.py: the process that runs the code has ended")
+            ended = json.loads(line)
             shown = ""
             if printed.exists():
                 shown = printed.read_bytes()[:SHOWN].decode(errors="replace")
-            return ended, read_answers(output, len(calls)), shown
+            answers = read_answers(output, len(calls))
+            return Ended(ended["ended"], ended["cpu_seconds"], answers, shown)
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -126,9 +153,8 @@ def read_answers(path: Path, count: int) -> list[dict[str, Any]] | None:
         return None
     if not all(isinstance(answer, dict) for answer in answers):
         return None
-    if answers[0].get("while") == "importing":
-        return [answers[0]] * count
-    return answers if len(answers) == count else None
+    # One that stands for all of them says what it came from.
+    return answers if len(answers) == count or "while" in answers[0] else None
 
 
 @contextmanager
@@ -140,28 +166,26 @@ def start_runner(trusted: bool) -> Iterator[Runner]:
         runner.close()
 
 
-WHY_NO_ANSWER = {
-    "waited": f"it was not done after {WALL_SECONDS} s and was stopped",
-    "SIGKILL": f"it took {CPU_SECONDS} s of computing and was stopped",
-    "SIGXCPU": f"it took {CPU_SECONDS} s of computing and was stopped",
-    "SIGSEGV": "it crashed",
-    "SIGABRT": "it crashed",
-    "ended": "its process ended without an answer",
-    "left": "its process ended without an answer",
-}
+def why_no_answer(how: str) -> str:
+    """The end of a process that has not answered, in a sentence."""
+    reasons = {
+        "slept": f"it waited for {SLEEP_SECONDS} s without computing",
+        "SIGKILL": f"it took more than {CPU_SECONDS} s of computing",
+        "SIGXCPU": f"it took more than {CPU_SECONDS} s of computing",
+        "SIGSEGV": "it crashed",
+        "SIGABRT": "it crashed",
+        "ended": "its process ended without an answer",
+        "left": "its process ended without an answer",
+    }
+    return reasons.get(how, f"its process ended with {how}")
 
 
 def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
     """One item of the submission in this scratch folder."""
-    begin = time.monotonic()
     if item.file == "results.json":
-        try:
-            check_results(folder / item.file)
-        except Wrong as wrong:
-            return Result(item, 0, str(wrong))
-        return Result(item, item.points, "")
+        return grade_results(item, folder)
     if not (folder / item.file).is_file():
-        return Result(item, 0, f"there is no {item.file}")
+        return Result(item, 0, f"there is no {item.file} that can be taken")
     questions = item.questions(Draw(seed))
     calls = [
         asked | {"function": question.function}
@@ -169,39 +193,63 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
         for asked in question.calls
     ]
     module = Path(item.file).stem
-    ended, answers, printed = runner.ask(folder, module, calls)
-    if ended == "waited":
-        # A machine that stands still for a while must not cost a student points.
-        ended, answers, printed = runner.ask(folder, module, calls)
-    seconds = round(time.monotonic() - begin, 3)
-    if answers is None:
-        why = WHY_NO_ANSWER.get(ended, f"its process ended with {ended}")
-        return Result(item, 0, f"no answer from {item.file}: {why}", printed, seconds)
-    place = 0
-    for question in questions:
-        of_question = answers[place : place + len(question.calls)]
-        place += len(question.calls)
-        sentence = first_wrong(question.check, question.function, of_question)
-        if sentence:
-            return Result(item, 0, sentence, printed, seconds)
-    return Result(item, item.points, "", printed, seconds)
+    ended = runner.ask(folder, module, calls)
+    if ended.is_the_machines_fault():
+        ended = runner.ask(folder, module, calls)
+    if ended.is_the_machines_fault():
+        sentence = "this machine has let the code compute too little, twice: try again"
+        return Result(item, 0, sentence, ended.printed, ended.cpu_seconds, False)
+    sentence = what_is_wrong(item, questions, ended)
+    points = 0 if sentence else item.points
+    return Result(item, points, sentence, ended.printed, ended.cpu_seconds)
 
 
-def first_wrong(check: Any, function: str, answers: list[dict[str, Any]]) -> str:
-    """What is wrong with the answers to a question; empty if nothing is."""
+def grade_results(item: Item, folder: Path) -> Result:
+    """The item that runs no code."""
     try:
-        check(*[Answer(function, answer) for answer in answers])
+        check_results(folder / item.file)
+    except Wrong as wrong:
+        return Result(item, 0, str(wrong))
+    return Result(item, item.points, "")
+
+
+def what_is_wrong(item: Item, questions: list[Question], ended: Ended) -> str:
+    """The first wrong answer to the questions of an item; empty if none is."""
+    if ended.answers is None:
+        return f"no answer from {item.file}: {why_no_answer(ended.how)}"
+    answers = iter(ended.answers)
+    if "while" in ended.answers[0]:
+        return why_no_more(item, ended.answers[0])
+    for question in questions:
+        of_question = [next(answers) for _ in question.calls]
+        sentence = first_wrong(question, of_question)
+        if sentence:
+            return sentence
+    return ""
+
+
+def why_no_more(item: Item, answer: dict[str, Any]) -> str:
+    """What kept a process from answering: an import, or an endless function."""
+    doing = answer["while"]
+    if answer.get("error") == "OutOfTime":
+        where = f" ({answer['where']})" if answer.get("where") else ""
+        subject = f"the import of {item.file}" if doing == "importing" else doing
+        sentence = f"{subject} took more than {CPU_SECONDS} s of computing{where}"
+        return legible(f"{sentence} and was stopped")
+    return legible(f"{item.file} cannot be imported: {what_was_raised(answer)}")
+
+
+def first_wrong(question: Question, answers: list[dict[str, Any]]) -> str:
+    """What is wrong with the answers to a question; empty if nothing is."""
+    function = question.function
+    try:
+        question.check(*[Answer(function, answer) for answer in answers])
     except Wrong as wrong:
         return legible(str(wrong))
     except Exception as error:
         # What came back may have any form; it is the student's mistake, not ours.
         return legible(f"{function} returned something that cannot be read: {error}")
     return ""
-
-
-def legible(text: str) -> str:
-    """One line that any file can hold."""
-    return "".join(c if c.isprintable() else " " for c in text)[:SHOWN]
 
 
 def copy_submission(source: Path, scratch: Path) -> None:
@@ -224,126 +272,35 @@ def copy_solution(scratch: Path) -> None:
     shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
 
 
-def grade(runner: Runner, source: Path | None, seed: int) -> list[Result]:
+def grade(runner: Runner, source: Path | None, seed: int) -> Graded:
     """All items of a submission; of the reference where source is None."""
     begin = time.monotonic()
-    results = []
+    if source is not None and (sentence := nothing_to_grade(source)):
+        return Graded([Result(item, 0, sentence) for item in ITEMS], 0.0)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
         if source is None:
             copy_solution(scratch)
         else:
             copy_submission(source, scratch)
-        for number, item in enumerate(ITEMS):
-            if time.monotonic() - begin > SUBMISSION_SECONDS:
-                sentence = f"the {SUBMISSION_SECONDS} s of a submission were spent"
-                results.append(Result(item, 0, sentence))
-                continue
-            results.append(grade_item(runner, item, scratch, seed + number))
-    return results
+        results = [
+            grade_item(runner, item, scratch, seed + number)
+            for number, item in enumerate(ITEMS)
+        ]
+    return Graded(results, time.monotonic() - begin)
 
 
-def total(results: list[Result]) -> tuple[int, int]:
-    """The points, and the most that there are."""
-    points = sum(result.points for result in results)
-    return points, sum(result.item.points for result in results)
-
-
-def report(results: list[Result]) -> str:
-    """What is printed of a submission."""
-    lines = []
-    for part, title in PARTS.items():
-        of_part = [result for result in results if result.item.part == part]
-        points, most = total(of_part)
-        lines.append(f"\nPart {part}: {title} ({points} of {most})")
-        for result in of_part:
-            item = result.item
-            got = f"{result.points} of {item.points}"
-            lines.append(f"  {item.name:>5}  {got:>6}  {item.title}")
-            if result.sentence:
-                lines.append(f"                 {result.sentence}")
-    points, most = total(results)
-    lines.append(f"\npoints: {points} of {most}")
-    return "\n".join(lines)
-
-
-def write_reports(results: list[Result], out: Path, name: str, seed: int) -> None:
-    """grade.json, junit.xml and Gradescope's results.json in the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    points, most = total(results)
-    summary = {
-        "submission": name,
-        "points": points,
-        "of": most,
-        "seed": seed,
-        "items": [
-            {
-                "item": result.item.name,
-                "title": result.item.title,
-                "points": result.points,
-                "of": result.item.points,
-                "wrong": result.sentence,
-                "printed": result.printed,
-                "seconds": result.seconds,
-            }
-            for result in results
-        ],
-    }
-    write_json(out / "grade.json", summary)
-    gradescope = {
-        "score": points,
-        "tests": [
-            {
-                "number": result.item.name,
-                "name": result.item.title,
-                "score": result.points,
-                "max_score": result.item.points,
-                "status": "failed" if result.sentence else "passed",
-                "output": result.sentence,
-                "visibility": "visible",
-            }
-            for result in results
-        ],
-    }
-    write_json(out / "results.json", gradescope)
-    failures = sum(bool(result.sentence) for result in results)
-    suite = ElementTree.Element(
-        "testsuite", name=legible(name), tests=str(len(results)), failures=str(failures)
-    )
-    for result in results:
-        case = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=f"part{result.item.part}",
-            name=f"{result.item.name} {result.item.title}",
-            time=str(result.seconds),
-        )
-        if result.sentence:
-            ElementTree.SubElement(case, "failure", message=result.sentence)
-    ElementTree.ElementTree(suite).write(out / "junit.xml", "utf-8", True)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def table(graded: dict[str, list[Result]]) -> str:
-    """The submissions by points of each part, as Markdown."""
-    parts = " | ".join(f"part {part}" for part in PARTS)
-    rows = [f"| submission | {parts} | points | first thing to look at |"]
-    rows.append("|---" * (len(PARTS) + 3) + "|")
-    for name, results in graded.items():
-        cells = [legible(name).replace("|", " ")]
-        for part in PARTS:
-            of_part = [result for result in results if result.item.part == part]
-            cells.append("{} of {}".format(*total(of_part)))
-        cells.append("{} of {}".format(*total(results)))
-        wrong = [result for result in results if result.sentence]
-        first = ""
-        if wrong:
-            first = f"{wrong[0].item.name}: {wrong[0].sentence}".replace("|", "\\|")
-        rows.append("| " + " | ".join([*cells, first]) + " |")
-    return "\n".join(rows)
+def nothing_to_grade(folder: Path) -> str:
+    """Where a folder has no file of a submission: a sentence that says where one is."""
+    if any((folder / name).exists() for name in FILES):
+        return ""
+    sentence = f"{folder.name} has no {', no '.join(FILES)}"
+    for pattern in ("*/", "*/*/"):
+        for name in FILES:
+            for path in sorted(folder.glob(pattern + name)):
+                nested = path.parent.relative_to(folder.parent)
+                return legible(f"{sentence}: do you mean {nested}?")
+    return legible(sentence)
 
 
 def submissions(args: argparse.Namespace) -> dict[str, Path | None]:
@@ -352,20 +309,37 @@ def submissions(args: argparse.Namespace) -> dict[str, Path | None]:
         return {"the reference solution": None}
     folders = list(args.folder)
     if args.all:
-        if not args.all.is_dir():
-            sys.exit(f"grade.py: there is no folder {args.all}")
-        folders += sorted(path for path in args.all.iterdir() if path.is_dir())
+        folders += folders_in(args.all)
     if not folders:
         sys.exit("grade.py: give a folder, several, --all FOLDER, or --solution")
     named: dict[str, Path | None] = {}
     for folder in folders:
-        if not folder.is_dir():
-            sys.exit(f"grade.py: there is no folder {folder}")
+        check_folder(folder)
         name = folder.resolve().name
         if name in named:
             name = str(folder).strip("/").replace("/", "-")
         named[name] = folder
     return named
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """The submissions of --all. What is no folder is named, and left out."""
+    check_folder(folder)
+    entries = [path for path in sorted(folder.iterdir()) if path.name[0] != "."]
+    found = [path for path in entries if path.is_dir()]
+    others = [path.name for path in entries if not path.is_dir()]
+    if others:
+        print(f"left out, as these are no folders: {legible(', '.join(others))}")
+    if not found:
+        sys.exit(f"grade.py: {folder} has no folders in it, one for each submission")
+    return found
+
+
+def check_folder(folder: Path) -> None:
+    if folder.is_file():
+        sys.exit(f"grade.py: {folder} is a file; give the folder that it is in")
+    if not folder.is_dir():
+        sys.exit(f"grade.py: there is no folder {folder}")
 
 
 def check_machine(trusted: bool) -> None:
@@ -401,22 +375,42 @@ def main() -> None:
     check_machine(args.trust)
     named = submissions(args)
     seed = secrets.randbits(40) if args.seed is None else args.seed
-    graded = {}
     with start_runner(args.trust) as runner:
-        for name, folder in named.items():
-            graded[name] = grade(runner, folder, seed)
-            if args.out:
-                out = args.out if len(named) == 1 else args.out / name
-                write_reports(graded[name], out, name, seed)
-            if len(named) == 1:
-                print(report(graded[name]))
-            else:
-                points, most = total(graded[name])
-                print(f"{name}: points: {points} of {most}", flush=True)
-    if len(named) > 1:
-        print("\n" + table(graded))
-        if args.out:
-            (args.out / "table.md").write_text(table(graded) + "\n")
+        if args.all or len(named) > 1:
+            grade_many(runner, named, seed, args.out)
+        else:
+            grade_one(runner, *named.popitem(), seed, args.out)
+
+
+def grade_one(
+    runner: Runner, name: str, folder: Path | None, seed: int, out: Path | None
+) -> None:
+    """Grade a submission and print its report. Exits where it has no file."""
+    results = grade(runner, folder, seed).results
+    if out:
+        write_reports(results, out, name, seed)
+    if folder is not None and (sentence := nothing_to_grade(folder)):
+        sys.exit(f"grade.py: {sentence}")
+    print(report(results, seed))
+
+
+def grade_many(
+    runner: Runner, named: dict[str, Path | None], seed: int, out: Path | None
+) -> None:
+    """Grade submissions, print a line for each as it is done, and then the table."""
+    begin = time.monotonic()
+    graded = {}
+    for name, folder in named.items():
+        graded[name] = grade(runner, folder, seed)
+        if out:
+            write_reports(graded[name].results, out / name, name, seed)
+        points, most = total(graded[name].results)
+        print(f"{legible(name)}: points: {points} of {most}", flush=True)
+    text = table(graded, seed, time.monotonic() - begin)
+    print("\n" + text)
+    if out:
+        (out / "table.md").write_text(text + "\n")
+        write_csv(out / "table.csv", graded, seed)
 
 
 if __name__ == "__main__":

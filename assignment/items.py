@@ -4,7 +4,8 @@ Every item draws its inputs anew in each run. A question is one or several calls
 student's functions, made in another process, and a check of what came back, made here.
 The right values are computed here too, by the repository's own loss.py. An item's
 points are given if all of its checks hold. The first one that does not says so in a
-sentence (Wrong).
+sentence (Wrong): what was found, what was expected, and which mistake gives what was
+found, if one that is known does.
 """
 
 import json
@@ -34,8 +35,46 @@ TOLERANCE = 1e-5
 ROUNDING = 1e-4
 
 
+# What gives a wrong value: the mistake, and the value that it gives.
+Mistakes = list[tuple[str, Tensor]]
+
+
 class Wrong(Exception):
     """What is wrong with an answer, in a sentence for the student."""
+
+
+# The error, a part of its message, and what a student can do about it.
+HINTS = (
+    ("OSError", "File too large", "it printed more than 4 MB"),
+    (
+        "PermissionError",
+        "",
+        "the grader lets code open no other files and start no processes or sockets",
+    ),
+    (
+        "ImportError",
+        "attempted relative import",
+        "write `from toy import ...`, as the starter does",
+    ),
+    (
+        "ModuleNotFoundError",
+        "",
+        "there are torch, numpy, scipy and the files in your folder, whose own name is "
+        "no part of an import",
+    ),
+)
+
+
+def what_was_raised(answer: dict[str, Any]) -> str:
+    """An error that came back: its message, the student's line, and a hint."""
+    error, message = str(answer.get("error")), str(answer.get("message", ""))
+    said = f"{error}: {message}" if message else error
+    if answer.get("where"):
+        said += f" ({answer['where']})"
+    for kind, part, hint in HINTS:
+        if error == kind and part in message:
+            return f"{said}: {hint}"
+    return said
 
 
 class Answer:
@@ -43,6 +82,7 @@ class Answer:
 
     def __init__(self, function: str, answer: dict[str, Any]) -> None:
         self.function = function
+        self.answer = answer
         self.error = answer.get("error")
         self.message = str(answer.get("message", ""))
         self._value = answer.get("value")
@@ -51,8 +91,7 @@ class Answer:
     def value(self) -> Any:
         """What the function returned. Wrong if it raised."""
         if self.error is not None:
-            said = f": {self.message}" if self.message else ""
-            raise Wrong(f"{self.function} raised {self.error}{said}")
+            raise Wrong(f"{self.function} raised {what_was_raised(self.answer)}")
         return self._value
 
     def first(self) -> Any:
@@ -76,6 +115,13 @@ class Answer:
     def carries_gradient(self) -> bool:
         value = self.first()
         return isinstance(value, dict) and bool(value.get("grad"))
+
+    def kind(self) -> str:
+        """ "float64 tensor", or the type of what is no tensor."""
+        value = self.first()
+        if isinstance(value, dict) and "dtype" in value:
+            return f"{value['dtype']} tensor"
+        return type(value).__name__
 
 
 def as_tensor(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
@@ -199,11 +245,34 @@ def is_close(found: Tensor, right: Tensor, tolerance: float = TOLERANCE) -> bool
 
 
 def expect(
-    found: Tensor, right: Tensor, sentence: str, tolerance: float = TOLERANCE
+    found: Tensor,
+    right: Tensor,
+    sentence: str,
+    tolerance: float = TOLERANCE,
+    mistakes: Mistakes | None = None,
+    note: str = "",
 ) -> None:
     """Wrong, with this beginning of a sentence, where `found` is not right."""
-    if not is_close(found, right, tolerance):
-        raise Wrong(f"{sentence} {numbers(found)}; expected {numbers(right)}")
+    if is_close(found, right, tolerance):
+        return
+    said = f"{sentence} {numbers(found)}; expected {numbers(right)}{note}"
+    raise Wrong(said + known_mistake(found, mistakes or [], tolerance))
+
+
+def known_mistake(
+    found: Tensor, mistakes: Mistakes, tolerance: float = TOLERANCE
+) -> str:
+    """A sentence on the first mistake that gives what was found; empty if none does."""
+    for mistake, value in mistakes:
+        value = torch.as_tensor(value, dtype=F64)
+        if torch.isfinite(value).all() and is_close(found, value, tolerance):
+            return f". That is {mistake}"
+    return ""
+
+
+def at_most_one(found: Tensor) -> str:
+    """What to say of an e_B that cannot be."""
+    return ", and no e_B is over 1" if bool((found > 1 + TOLERANCE).any()) else ""
 
 
 def names_response(message: str, row: int) -> bool:
@@ -219,6 +288,42 @@ def whole(*shape: int) -> Tensor:
 # Part 1: e_B
 
 
+def ess_mistakes(log_ratio: Tensor, mask: Tensor) -> Mistakes:
+    """What gives another e_B of these ratios."""
+    ratio = log_ratio[mask].double().exp()
+    mean, mean_square = ratio.mean(), (ratio**2).mean()
+    ess = mean**2 / mean_square
+    of_responses = [
+        effective_sample_size(row[of_row][None], whole(1, int(of_row.sum())))
+        for row, of_row in zip(log_ratio, mask, strict=True)
+        if of_row.any()
+    ]
+    everything = torch.where(mask, log_ratio, 0.0).double().exp()
+    with_padding = log_ratio.double().exp()
+    return [
+        ("its inverse, mean[rho^2] / mean[rho]^2", 1 / ess),
+        ("|B| e_B, which is not normalized", len(ratio) * ess),
+        ("mean[rho] / mean[rho^2], without the square above", mean / mean_square),
+        (
+            "1 / (1 + var[rho]): the variance is not divided by mean[rho]^2",
+            1 / (1 + ratio.var(correction=0)),
+        ),
+        (
+            "1 / (1 + CV^2) with the variance of a sample, over |B| - 1",
+            1 / (1 + ratio.var() / mean**2),
+        ),
+        ("the mean of e_B of each response", torch.stack(of_responses).mean()),
+        (
+            "e_B if padding counts as tokens of ratio 1",
+            everything.mean() ** 2 / (everything**2).mean(),
+        ),
+        (
+            "e_B of all entries, padding included",
+            with_padding.mean() ** 2 / (with_padding**2).mean(),
+        ),
+    ]
+
+
 def ask_ess(
     log_ratio: Tensor, mask: Tensor, sentence: str, right: float | None = None
 ) -> Question:
@@ -227,7 +332,14 @@ def ask_ess(
         right = float(effective_sample_size(log_ratio, mask))
 
     def check(answer: Answer) -> None:
-        expect(answer.tensor(), torch.tensor(right, dtype=F64), sentence)
+        found = answer.tensor()
+        expect(
+            found,
+            torch.tensor(right, dtype=F64),
+            sentence,
+            mistakes=ess_mistakes(log_ratio, mask),
+            note=at_most_one(found),
+        )
 
     return Question("effective_sample_size", [call(log_ratio, mask)], check)
 
@@ -293,17 +405,33 @@ def ess_of_extreme_ratios(draw: Draw) -> list[Question]:
             right = float(effective_sample_size(log_ratio.double(), whole(2, 4)))
             sentence = f"with one log rho of {number(nats)}, in {dtype}, your e_B is"
             questions.append(ask_ess(log_ratio, whole(2, 4), sentence, right))
+    for dtype, padding in ((torch.float32, 0.0), (torch.float64, 900.0)):
+        mask = draw.mask(2, 4)
+        log_ratio = (draw.normal(0.1, 2, 4) - 79).to(dtype)
+        log_ratio = log_ratio.masked_fill(~mask, padding)
+        right = float(effective_sample_size(log_ratio.double(), mask))
+        sentence = (
+            f"with all log rho near -79 and {padding} in the padding, which must "
+        )
+        sentence += f"not be what you divide by, in {dtype}, your e_B is"
+        questions.append(ask_ess(log_ratio, mask, sentence, right))
     return questions
 
 
 def ess_refuses(draw: Draw) -> list[Question]:
     log_ratio = draw.normal(1.0, 7, 3)
-    right = effective_sample_size(log_ratio, whole(7, 3))
+    rounded = log_ratio.float()
+    right = effective_sample_size(rounded, whole(7, 3))
 
     def is_a_constant(answer: Answer) -> None:
         expect(answer.tensor(), right, "your e_B is")
         if answer.carries_gradient():
             raise Wrong("e_B requires a gradient; expected a constant (detach)")
+        if answer.kind() != "float64 tensor":
+            raise Wrong(
+                f"e_B of ratios in float32 is a {answer.kind()}; expected a float64 "
+                "tensor"
+            )
 
     def refuses_nothing(answer: Answer) -> None:
         if answer.error != "ValueError":
@@ -314,7 +442,7 @@ def ess_refuses(draw: Draw) -> list[Question]:
 
     questions = [
         Question(
-            "effective_sample_size", [call(Leaf(log_ratio), whole(7, 3))], is_a_constant
+            "effective_sample_size", [call(Leaf(rounded), whole(7, 3))], is_a_constant
         ),
         Question(
             "effective_sample_size", [call(log_ratio, ~whole(7, 3))], refuses_nothing
@@ -337,34 +465,60 @@ def refuses_response(row: int, what: str) -> Callable[[Answer], None]:
     def check(answer: Answer) -> None:
         if answer.error not in ("FloatingPointError", "ValueError"):
             raise Wrong(
-                f"{what} in response {row} gave {answer.error or 'no error'}; "
-                "expected FloatingPointError"
+                f"{what} in response {row}, counted from 0, gave "
+                f"{answer.error or 'no error'}; expected FloatingPointError"
             )
         if not names_response(answer.message, row):
             raise Wrong(
-                f"{what} in response {row}: your message {answer.message!r} does not "
-                "have the number of the response"
+                f"{what} in response {row}, counted from 0: your message "
+                f"{answer.message!r} does not have that number"
             )
 
     return check
 
 
+def advantage_mistakes(reward: Tensor, scale: bool) -> Mistakes:
+    """What gives another advantage of the responses [G] to one prompt."""
+    centered = reward - reward.mean()
+    other = "is not divided" if scale else "is divided"
+    return [
+        (
+            "with the population's deviation, over G and not over G - 1",
+            centered / (reward.std(correction=0) + 1e-6),
+        ),
+        ("without the 1e-6 that is added to the deviation", centered / reward.std()),
+        (f"what it is if it {other}", group_advantage(reward[None], not scale)[0]),
+        ("divided by the variance", centered / (reward.var() + 1e-6)),
+    ]
+
+
 def advantages(draw: Draw) -> list[Question]:
     reward = draw.uniform(0, 1, 3, 4)
     reward[1] = reward[1, 0]
+    # So near to each other that the 1e-6 of the deviation shows.
+    reward[2] = 0.5 + 1e-5 * reward[2]
     questions = []
     for scale in (True, False):
         right = group_advantage(reward, scale)
 
         def check(answer: Answer, right: Tensor = right, scale: bool = scale) -> None:
             found = answer.tensor((3, 4))
-            group = f"of the rewards {numbers(reward[0])} with scale={scale}"
-            expect(found[0], right[0], f"the advantages {group} are")
-            if found[1].any():
-                raise Wrong("a group of equal rewards has an advantage; expected 0")
-            expect(found, right, "the advantages of three groups are")
+            for group in (0, 2):
+                expect(
+                    found[group],
+                    right[group],
+                    f"of the rewards {digits(reward[group])} with scale={scale} the "
+                    "advantages are",
+                    mistakes=advantage_mistakes(reward[group], scale),
+                )
+            are_zero(found[1:2], reward[1:2])
 
         questions.append(Question("group_advantage", [call(reward, scale)], check))
+    # The mean of equal numbers in float32 often differs from them in the last digit.
+    equal = draw.uniform(0.1, 1, 32, 1).float().expand(32, 7).clone()
+
+    def all_are_zero(answer: Answer) -> None:
+        are_zero(answer.tensor((32, 7)), equal)
 
     def refuses(answer: Answer) -> None:
         if answer.error != "ValueError":
@@ -373,55 +527,129 @@ def advantages(draw: Draw) -> list[Question]:
             )
 
     alone = call(draw.uniform(0, 1, 3, 1))
+    questions.append(Question("group_advantage", [call(equal)], all_are_zero))
     return [*questions, Question("group_advantage", [alone], refuses)]
+
+
+def are_zero(advantage: Tensor, reward: Tensor) -> None:
+    """Wrong where a group of equal rewards has another advantage than 0."""
+    for found, equal in zip(advantage, reward, strict=True):
+        if found.any():
+            raise Wrong(
+                f"{len(equal)} rewards of {digits(equal[0])} have the advantages "
+                f"{numbers(found)}; expected exactly 0"
+            )
+
+
+def digits(values: Tensor) -> str:
+    """As many digits as tell rewards apart."""
+    return ", ".join(f"{value:.8g}" for value in values.flatten().tolist())
 
 
 def ess_derived(draw: Draw) -> list[Question]:
     questions = []
     for _ in range(3):
-        variation = float(draw.uniform(0.1, 3))
-        tokens = draw.integer(5, 500)
-        ratio = float(draw.uniform(3, 300))
-        policy, behavior = draw.policies(6)
-        chi_squared = float((policy.exp() ** 2 / behavior.exp()).sum() - 1)
-        mean = (tokens - 1 + ratio) / tokens
-        mean_square = (tokens - 1 + ratio**2) / tokens
         questions += [
-            derived(
-                "ess_of_variation",
-                [variation],
-                1 / (1 + variation**2),
-                f"at a coefficient of variation of {number(variation)}",
-            ),
-            derived(
-                "ess_with_one_outlier",
-                [tokens, ratio],
-                mean**2 / mean_square,
-                f"for {tokens} tokens, one of ratio {number(ratio)}, the others of 1,",
-            ),
-            derived(
-                "ess_of_policies",
-                [policy.exp(), behavior.exp()],
-                1 / (1 + chi_squared),
-                f"for pi_theta = {numbers(policy.exp())} and "
-                f"pi_b = {numbers(behavior.exp())}",
-            ),
+            ess_of_variation(draw),
+            ess_with_one_outlier(draw),
+            ess_of_policies(draw),
         ]
     return questions
 
 
-def derived(function: str, inputs: list[Any], right: Any, where: str) -> Question:
+def ess_of_variation(draw: Draw) -> Question:
+    variation = float(draw.uniform(0.1, 3))
+    return derived(
+        "ess_of_variation",
+        [variation],
+        1 / (1 + variation**2),
+        f"at a coefficient of variation of {number(variation)}",
+        [
+            ("1 / (1 + CV): the square is missing", 1 / (1 + variation)),
+            ("1 + CV^2, its inverse", 1 + variation**2),
+            ("1 - CV^2", 1 - variation**2),
+        ],
+    )
+
+
+def ess_with_one_outlier(draw: Draw) -> Question:
+    tokens = draw.integer(5, 500)
+    ratio = float(draw.uniform(3, 300))
+    mean = (tokens - 1 + ratio) / tokens
+    mean_square = (tokens - 1 + ratio**2) / tokens
+    right = mean**2 / mean_square
+    return derived(
+        "ess_with_one_outlier",
+        [tokens, ratio],
+        right,
+        f"for {tokens} tokens, one of ratio {number(ratio)}, the others of 1,",
+        [
+            ("1 / |B|, to which it tends", 1 / tokens),
+            ("|B| e_B, which is not normalized", tokens * right),
+            ("its inverse", 1 / right),
+            (
+                "with |B| ratios of 1 beside the outlier, not |B| - 1",
+                (tokens + ratio) ** 2 / ((tokens + 1) * (tokens + ratio**2)),
+            ),
+        ],
+    )
+
+
+def ess_of_policies(draw: Draw) -> Question:
+    logp, logp_behavior = draw.policies(6)
+    policy, behavior = logp.exp(), logp_behavior.exp()
+    mean_square = (policy**2 / behavior).sum()  # 1 + chi^2
+    kl = (policy * (logp - logp_behavior)).sum()
+    return derived(
+        "ess_of_policies",
+        [policy, behavior],
+        1 / mean_square,
+        f"for pi_theta = {numbers(policy)} and pi_b = {numbers(behavior)}",
+        [
+            ("its inverse, 1 + chi^2", mean_square),
+            ("1 / chi^2: 1 is missing below", 1 / (mean_square - 1)),
+            ("with pi_theta and pi_b exchanged", 1 / (behavior**2 / policy).sum()),
+            ("exp(-KL): the divergence is another one", (-kl).exp()),
+            ("1 / (1 + KL): the divergence is another one", 1 / (1 + kl)),
+            (
+                "over tokens that are drawn evenly, and not from pi_b",
+                effective_sample_size((logp - logp_behavior)[None], whole(1, 6)),
+            ),
+        ],
+    )
+
+
+def derived(
+    function: str, inputs: list[Any], right: Any, where: str, mistakes: Mistakes
+) -> Question:
     """What does the student's formula give?"""
     right = torch.as_tensor(right, dtype=F64)
 
     def check(answer: Answer) -> None:
         found = answer.tensor(tuple(right.shape))
-        expect(found, right, f"{where} your {function} is")
+        note = at_most_one(found) if function.startswith("ess") else ""
+        sentence = f"{where} your {function} is"
+        expect(found, right, sentence, mistakes=mistakes, note=note)
 
     return Question(function, [call(*inputs)], check)
 
 
 # Part 2: the objective, its KL and its gradient
+
+
+def kl_mistakes(logp: Tensor, logp_behavior: Tensor) -> Mistakes:
+    """What gives another KL over K tokens and the rest."""
+    p, b = logp.exp(), logp_behavior.exp()
+    log_ratio = logp - logp_behavior
+    alone = "the sum over the K tokens alone: the bucket is missing"
+    other = "KL(pi_b || pi_theta), the other direction"
+    return [
+        (other, kl_divergence(logp_behavior, logp)),
+        (alone, (p * log_ratio).sum(dim=-1)),
+        (alone, (p * log_ratio - p + b).sum(dim=-1)),
+        (f"{other}, and without the bucket", (-b * log_ratio).sum(dim=-1)),
+        (f"{other}, and without the bucket", (p - b - b * log_ratio).sum(dim=-1)),
+    ]
 
 
 def kl_values(draw: Draw) -> list[Question]:
@@ -430,24 +658,39 @@ def kl_values(draw: Draw) -> list[Question]:
         policy, behavior = draw.policies(2, 3, 9)
         logp, logp_behavior = policy[..., :listed], behavior[..., :listed]
         right = kl_divergence(logp, logp_behavior)
-        reversed_kl = kl_divergence(logp_behavior, logp)
+        mistakes = kl_mistakes(logp, logp_behavior)
 
         def check(
             answer: Answer,
             listed: int = listed,
             right: Tensor = right,
-            reversed_kl: Tensor = reversed_kl,
+            mistakes: Mistakes = mistakes,
         ) -> None:
-            found = answer.tensor((2, 3))
-            if is_close(found, reversed_kl):
-                raise Wrong("this is KL(pi_b || pi_theta), the other direction")
             sentence = (
                 f"over {listed} of 9 tokens and the rest, the KL of 6 positions is"
             )
-            expect(found, right, sentence)
+            expect(answer.tensor((2, 3)), right, sentence, mistakes=mistakes)
 
         questions.append(Question("kl_divergence", [call(logp, logp_behavior)], check))
     return questions
+
+
+def kl_gradient_mistakes(logp: Tensor, logp_behavior: Tensor) -> Mistakes:
+    """What gives another gradient of the KL to logp."""
+    p, b = logp.exp(), logp_behavior.exp()
+    rest = 1 - p.sum(dim=-1, keepdim=True)
+    rest_behavior = 1 - b.sum(dim=-1, keepdim=True)
+    listed = p * (logp - logp_behavior)
+    no_rest = (
+        "what it is if no gradient goes through the rest, whose probability is one "
+        "less the sum of the listed ones and moves with them"
+    )
+    return [
+        (no_rest, listed + p),
+        (no_rest, listed),
+        ("the gradient of KL(pi_b || pi_theta)", p * rest_behavior / rest - b),
+        ("no gradient at all: logp is detached", torch.zeros_like(p)),
+    ]
 
 
 def kl_gradients(draw: Draw) -> list[Question]:
@@ -457,24 +700,18 @@ def kl_gradients(draw: Draw) -> list[Question]:
         logp = policy[..., :listed].requires_grad_()
         logp_behavior = behavior[..., :listed]
         (right,) = torch.autograd.grad(kl_divergence(logp, logp_behavior).sum(), logp)
-        rest = 1 - logp.detach().exp().sum(dim=-1, keepdim=True)
-        rest_behavior = 1 - logp_behavior.exp().sum(dim=-1, keepdim=True)
-        through_rest = logp.detach().exp() * (rest / rest_behavior).log()
+        mistakes = kl_gradient_mistakes(logp.detach(), logp_behavior)
 
         def check(
-            answer: Answer,
-            right: Tensor = right,
-            through_rest: Tensor = through_rest,
+            answer: Answer, right: Tensor = right, mistakes: Mistakes = mistakes
         ) -> None:
-            found = answer.gradient(tuple(right.shape))
-            if is_close(found, right + through_rest):
-                raise Wrong(
-                    "no gradient goes through the rest: its probability is one less "
-                    "the sum of the listed ones, and moves with them"
-                )
-            expect(found, right, "the gradient of the KL to logp is")
+            shape = tuple(right.shape)
+            sentence = "the gradient of the KL to logp is"
+            expect(answer.gradient(shape, 0), right, sentence, mistakes=mistakes)
+            if answer.gradient(shape, 1).any():
+                raise Wrong("there is a gradient to logp_behavior; expected none")
 
-        inputs = call(Leaf(logp.detach()), logp_behavior)
+        inputs = call(Leaf(logp.detach()), Leaf(logp_behavior))
         questions.append(Question("kl_divergence", [inputs], check))
     return questions
 
@@ -528,6 +765,45 @@ def stale_ratios(draw: Draw, tokens: int) -> Tensor:
     return draw.shuffled(torch.cat([low, high]))
 
 
+# Other terms of a token than sg(min(rho, e_B)) log pi_theta, as functions of rho, of
+# e_B, both with a gradient, and of log pi_theta.
+WRONG_TERMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "min(rho, 1/e_B)": lambda rho, ess, logp: rho.clamp(max=1 / ess).detach() * logp,
+    "min(rho, 1)": lambda rho, ess, logp: rho.clamp(max=1.0).detach() * logp,
+    "rho: there is no cap": lambda rho, ess, logp: rho.detach() * logp,
+    "max(rho, e_B)": lambda rho, ess, logp: torch.maximum(rho, ess).detach() * logp,
+    "e_B, whatever rho is": lambda rho, ess, logp: ess.detach() * logp,
+    "min(1/rho, e_B): the ratio is inverted": lambda rho, ess, logp: (
+        torch.minimum(1 / rho, ess).detach() * logp
+    ),
+    "what comes out if the capped ratio is not detached": lambda rho, ess, logp: (
+        torch.minimum(rho, ess.detach()) * logp
+    ),
+    "what comes out if e_B is not detached": lambda rho, ess, logp: (
+        torch.minimum(rho.detach(), ess) * logp
+    ),
+    "what comes out if neither rho nor e_B is detached": lambda rho, ess, logp: (
+        torch.minimum(rho, ess) * logp
+    ),
+    "the gradient of min(rho, e_B) A, without log pi_theta": lambda rho, ess, logp: (
+        torch.minimum(rho, ess.detach())
+    ),
+}
+
+
+def weight_mistakes(logp: Tensor, logp_behavior: Tensor, advantage: Tensor) -> Mistakes:
+    """The weights of one-token responses that wrong terms give."""
+    mistakes = []
+    for mistake, term in WRONG_TERMS.items():
+        leaf = logp.clone().requires_grad_()
+        rho = (leaf - logp_behavior).exp()
+        ess = rho.mean() ** 2 / (rho**2).mean()
+        loss = (-term(rho, ess, leaf) * advantage[:, None]).sum()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        mistakes.append((mistake, -gradient.flatten() / advantage))
+    return mistakes
+
+
 def caps(draw: Draw) -> list[Question]:
     """The weight of a token is half the difference that the sign of A makes.
 
@@ -539,6 +815,7 @@ def caps(draw: Draw) -> list[Question]:
         logp, logp_behavior, mask = tokens_of_ratio(draw, ratio)
         advantage = draw.uniform(0.5, 2, tokens)
         ess = float(effective_sample_size(logp - logp_behavior, mask))
+        mistakes = weight_mistakes(logp, logp_behavior, advantage)
 
         def check(
             plus: Answer,
@@ -547,6 +824,7 @@ def caps(draw: Draw) -> list[Question]:
             ratio: Tensor = ratio,
             advantage: Tensor = advantage,
             ess: float = ess,
+            mistakes: Mistakes = mistakes,
         ) -> None:
             shape = (tokens, 1)
             difference = (plus.gradient(shape) - minus.gradient(shape)).flatten()
@@ -557,6 +835,8 @@ def caps(draw: Draw) -> list[Question]:
                     raise Wrong(
                         f"at rho = {number(rho)}, e_B = {number(ess)} your weight is "
                         f"{number(found)}; expected {number(right)}"
+                        f"{known_mistake(weight, mistakes)}. The weight is the "
+                        "gradient to log pi_theta, divided by -A"
                     )
 
         calls = [
@@ -573,13 +853,29 @@ def kl_term(draw: Draw) -> list[Question]:
         logp, logp_behavior, mask = tokens_of_ratio(draw, ratio)
         kl = draw.uniform(0.1, 2, tokens, 1)
         ess = effective_sample_size(logp - logp_behavior, mask)
+        estimate = KL_ESTIMATORS["is"](logp - logp_behavior).mean()
+        mistakes = [
+            ("e_B KL, with e_B in place of 1 - e_B", ess * kl.mean()),
+            ("-(1 - e_B) KL: it pushes away", (ess - 1) * kl.mean()),
+            ("KL without a weight", kl.mean()),
+            ("what is left without the KL", torch.zeros(())),
+            (
+                "(1 - e_B) times the estimate: the KL that is given is not looked at",
+                (1 - ess) * estimate,
+            ),
+        ]
 
         def check(
-            answer: Answer, tokens: int = tokens, kl: Tensor = kl, ess: Tensor = ess
+            answer: Answer,
+            tokens: int = tokens,
+            kl: Tensor = kl,
+            ess: Tensor = ess,
+            mistakes: Mistakes = mistakes,
         ) -> None:
             where = f"with A = 0, e_B = {number(ess)} and a mean KL of "
             where += f"{number(kl.mean())} the loss is"
-            expect(answer.tensor(), (1 - ess) * kl.mean(), where)
+            right = (1 - ess) * kl.mean()
+            expect(answer.tensor(), right, where, mistakes=mistakes)
             found = answer.gradient((tokens, 1))
             right = (1 - ess).expand(tokens, 1) / tokens
             expect(found, right, "the gradient to the KL that was given is")
@@ -587,7 +883,93 @@ def kl_term(draw: Draw) -> list[Question]:
         no_advantage = torch.zeros(tokens, dtype=F64)
         inputs = call(logp, logp_behavior, no_advantage, mask, kl=Leaf(kl))
         questions.append(Question("p3o_loss", [inputs], check))
-    return questions
+    return [*questions, ask_parts(draw)]
+
+
+def ask_parts(draw: Draw) -> Question:
+    """What is in the dictionary? All answers have three tokens and one of padding."""
+    mask = whole(3, 4)
+    mask[:, 3] = False
+    log_ratio = stale_ratios(draw, 12).log().view(3, 4)
+    ess = effective_sample_size(log_ratio, mask)
+    capped = (log_ratio.exp() > ess).double()
+    # A ratio of 1, which padding gets where it is set to 0, is over e_B.
+    of_entries = [torch.where(mask, capped, junk).mean() for junk in (0.0, 1.0)]
+    logp_behavior = draw.uniform(-3, -0.5, 3, 4)
+    logp = (logp_behavior + log_ratio).masked_fill(~mask, math.nan)
+    kl = draw.uniform(0.1, 2, 3, 4)
+    advantage = draw.uniform(-2, 2, 3, 4).masked_fill(~mask, math.nan)
+
+    def check(answer: Answer) -> None:
+        loss = answer.tensor()
+        if not torch.isfinite(loss):
+            raise Wrong(f"with NaN in the padding of all inputs the loss is {loss}")
+        parts = parts_of(answer)
+        expect(parts["loss"], loss, "in the dictionary, loss is")
+        sentence = "in the dictionary, kl_loss, the mean of the given KL, is"
+        expect(parts["kl_loss"], kl[mask].mean(), sentence)
+        expect(
+            parts["capped"],
+            capped[mask].mean(),
+            "in the dictionary, capped, the share of tokens with rho > e_B, is",
+            mistakes=[
+                ("a share of all entries, padding included", share)
+                for share in of_entries
+            ],
+        )
+        sentence = "in the dictionary, policy_loss + (1 - e_B) kl_loss is"
+        expect(parts["policy_loss"] + (1 - ess) * parts["kl_loss"], loss, sentence)
+
+    inputs = call(
+        Leaf(logp),
+        logp_behavior.masked_fill(~mask, math.nan),
+        advantage,
+        mask,
+        kl=kl.masked_fill(~mask, math.nan),
+        ess=float(ess),
+    )
+    return Question("p3o_loss", [inputs], check)
+
+
+def parts_of(answer: Answer) -> dict[str, Tensor]:
+    """The dictionary of p3o_loss. Wrong if it is none, or has no such numbers."""
+    value = answer.value()
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not isinstance(value[1], dict) or "dict" not in value[1]:
+        raise Wrong("p3o_loss does not return the loss and a dictionary of its parts")
+    parts = {}
+    for name in ("loss", "policy_loss", "kl_loss", "capped"):
+        part = value[1]["dict"].get(name)
+        if part is None:
+            raise Wrong(f"the dictionary of p3o_loss has no {name!r}")
+        if isinstance(part, dict) and part.get("grad"):
+            raise Wrong(f"{name} in the dictionary carries a gradient; detach it")
+        parts[name] = as_tensor(f"{name} in the dictionary", part, ())
+    return parts
+
+
+def estimate_mistakes(log_ratio: Tensor, name: str, ess: float) -> Mistakes:
+    """What gives another KL term from log rho than the estimate of this name."""
+    right = KL_ESTIMATORS[name]
+    mistakes = [
+        (f"with the estimate {other!r}", KL_ESTIMATORS[other](log_ratio).mean())
+        for other in KL_ESTIMATORS
+        if other != name
+    ]
+    mistakes += [
+        ("with -log rho as the estimate", -log_ratio.mean()),
+        ("with log rho as the estimate", log_ratio.mean()),
+        ("with (log rho)^2 / 2 as the estimate", (log_ratio**2).mean() / 2),
+        ("with log rho clamped at 10 nats", right(log_ratio.clamp(-10, 10)).mean()),
+    ]
+    kl = right(log_ratio).mean()
+    return [
+        *[(mistake, (1 - ess) * value) for mistake, value in mistakes],
+        ("e_B KL, with e_B in place of 1 - e_B", ess * kl),
+        ("-(1 - e_B) KL: it pushes away", (ess - 1) * kl),
+        ("KL without a weight", kl),
+        ("what is left without the KL", torch.zeros(())),
+    ]
 
 
 def estimators(draw: Draw) -> list[Question]:
@@ -605,6 +987,7 @@ def estimators(draw: Draw) -> list[Question]:
         name = keywords.get("kl_estimator", "is")
         kl = KL_ESTIMATORS[name](leaf - logp_behavior).mean()
         (right,) = torch.autograd.grad((1 - ess) * kl, leaf)
+        mistakes = estimate_mistakes(logp - logp_behavior, name, ess)
 
         def check(
             answer: Answer,
@@ -613,12 +996,12 @@ def estimators(draw: Draw) -> list[Question]:
             ess: float = ess,
             kl: float = float(kl.detach()),
             right: Tensor = right,
+            mistakes: Mistakes = mistakes,
         ) -> None:
             where = f"with A = 0, e_B = {number(ess)}, rho = {numbers(ratio)} and the "
             where += f"KL estimated by {name!r}"
-            expect(
-                answer.tensor(), torch.tensor((1 - ess) * kl), f"{where} the loss is"
-            )
+            loss = torch.tensor((1 - ess) * kl)
+            expect(answer.tensor(), loss, f"{where} the loss is", mistakes=mistakes)
             found = answer.gradient(tuple(right.shape))
             expect(found, right, f"{where} the gradient to logp is")
 
@@ -637,15 +1020,38 @@ def means(draw: Draw) -> list[Question]:
         mask = draw.mask(4, 6)
         logp = draw.uniform(-3, -0.5, 4, 6)
         advantage = draw.uniform(-2, 2, 4)
-        right = (-advantage[:, None] * logp)[mask].mean()
+        of_tokens = torch.where(mask, -advantage[:, None] * logp, 0.0)
+        right = of_tokens.sum() / mask.sum()
+        mistakes = [
+            (
+                "the mean of the answers' means",
+                (of_tokens.sum(dim=1) / mask.sum(dim=1)).mean(),
+            ),
+            ("the sum divided by all entries, padding included", of_tokens.mean()),
+            ("the sum, divided by nothing", of_tokens.sum()),
+            ("the sum divided by the number of answers", of_tokens.sum() / 4),
+        ]
         logp = logp.masked_fill(~mask, junk)
 
-        def check(answer: Answer, right: Tensor = right, mask: Tensor = mask) -> None:
+        def check(
+            answer: Answer,
+            right: Tensor = right,
+            mask: Tensor = mask,
+            junk: float = junk,
+            mistakes: Mistakes = mistakes,
+        ) -> None:
             length = mask.sum(dim=1).tolist()
             sentence = f"of fresh responses of {length} tokens the loss is"
-            expect(answer.tensor(), right, sentence)
+            expect(answer.tensor(), right, sentence, mistakes=mistakes)
+            in_padding = answer.gradient((4, 6))[~mask]
+            if in_padding.any():
+                raise Wrong(
+                    f"with {junk} in the padding of logp and logp_behavior, the "
+                    f"gradient to logp there is {numbers(in_padding[:3])}; "
+                    "expected 0. Put a number there before any arithmetic"
+                )
 
-        inputs = call(logp, logp, advantage, mask)
+        inputs = call(Leaf(logp), logp, advantage, mask)
         questions.append(Question("p3o_loss", [inputs], check))
     return questions
 
@@ -678,16 +1084,25 @@ def whole_batch_quantities(draw: Draw) -> list[Question]:
     advantage = draw.uniform(0.5, 2, 8)
     ess = float(draw.uniform(0.6, 0.9))
     token_count = draw.integer(20, 60)
-    right = (-ratio * advantage * logp.flatten()).sum() / token_count
+    of_tokens = -advantage * logp.flatten()
+    total = (ratio * of_tokens).sum()
+    own_ess = effective_sample_size(logp - logp_behavior, mask)
+    own_total = (ratio.clamp(max=float(own_ess)) * of_tokens).sum()
+    mistakes = [
+        ("with e_B of these 8 tokens: ess is not looked at", own_total / token_count),
+        ("divided by these 8 tokens: token_count is not looked at", total / 8),
+        ("with neither ess nor token_count looked at", own_total / 8),
+        ("the sum, which is not divided by token_count", total),
+    ]
 
     def check(plus: Answer, minus: Answer) -> None:
         found = (plus.tensor() - minus.tensor()) / 2
         sentence = (
-            f"for 8 tokens of a batch of token_count={token_count} with "
-            f"ess={number(ess)} and all ratios below it, the part of the loss that "
-            "has the sign of A is"
+            f"for 8 tokens of a batch with token_count={token_count} and "
+            f"ess={number(ess)}, the sum of -min(rho, e_B) A log pi_theta over the "
+            "tokens, divided by token_count, is"
         )
-        expect(found, right, sentence)
+        expect(found, total / token_count, sentence, mistakes=mistakes)
 
     def adds_nothing(answer: Answer) -> None:
         found = float(answer.tensor())
@@ -772,34 +1187,71 @@ def loss_refuses(draw: Draw) -> list[Question]:
         inputs = call(tensors[0], logp_behavior, tensors[1], mask, kl=tensors[2])
         check = refuses_response(row, what)
         questions.append(Question("p3o_loss", [inputs], check))
-    return questions
+    far = broken(logp, -800.0)
+    inputs = call(far, logp_behavior, advantage, mask, kl_estimator="k3")
+    check = refuses_response(row, "a log rho near -800, of which k3 is not finite,")
+    return [*questions, Question("p3o_loss", [inputs], check)]
 
 
 def gradient_derived(draw: Draw) -> list[Question]:
     questions = []
     for _ in range(3):
-        ratio, ess = float(draw.uniform(0.1, 5)), float(draw.uniform(0.1, 0.9))
-        advantage = float(draw.uniform(-2, 2))
-        pull = (1 - ess) * ratio * math.log(ratio)
-        policy, behavior = draw.policies(5)
-        kl = (policy.exp() * (policy - behavior)).sum()
-        questions += [
-            derived(
-                "token_weight",
-                [ratio, advantage, ess],
-                min(ratio, ess) * advantage - pull,
-                f"at rho = {number(ratio)}, A = {number(advantage)}, "
-                f"e_B = {number(ess)}",
-            ),
-            derived(
-                "kl_gradient",
-                [policy, behavior],
-                policy.exp() * (policy - behavior - kl),
-                f"for pi_theta = {numbers(policy.exp())} and "
-                f"pi_b = {numbers(behavior.exp())}",
-            ),
-        ]
+        questions += [weight_derived(draw), kl_gradient_derived(draw)]
     return questions
+
+
+def weight_derived(draw: Draw) -> Question:
+    ratio, ess = float(draw.uniform(0.1, 5)), float(draw.uniform(0.1, 0.9))
+    advantage = float(draw.uniform(-2, 2))
+    capped = min(ratio, ess) * advantage
+    log_ratio = math.log(ratio)
+    pull = (1 - ess) * ratio * log_ratio
+    kl = ratio * log_ratio - ratio + 1
+    return derived(
+        "token_weight",
+        [ratio, advantage, ess],
+        capped - pull,
+        f"at rho = {number(ratio)}, A = {number(advantage)}, e_B = {number(ess)}, "
+        f"where the cap gives {number(capped)} and the KL {number(-pull)},",
+        [
+            ("the part of the cap alone", capped),
+            ("with the KL's part added, not subtracted", capped + pull),
+            ("with the KL itself, not its derivative", capped - (1 - ess) * kl),
+            ("with the derivative to rho, not to log rho", capped - pull / ratio),
+            ("with the KL's part not weighed by 1 - e_B", capped - pull / (1 - ess)),
+            (
+                "with the KL's part weighed by e_B",
+                capped - ess * ratio * log_ratio,
+            ),
+            ("the gradient of the loss, not minus it", pull - capped),
+            ("with the part of k3", capped - (1 - ess) * (1 - 1 / ratio)),
+            ("with rho A: there is no cap", ratio * advantage - pull),
+        ],
+    )
+
+
+def kl_gradient_derived(draw: Draw) -> Question:
+    policy, behavior = draw.policies(5)
+    p, log_ratio = policy.exp(), policy - behavior
+    right = p * (log_ratio - (p * log_ratio).sum())
+    mistakes = [
+        ("the gradient to log pi_theta, not to the logits", p * (log_ratio + 1)),
+        ("the gradient to log pi_theta without 1", p * log_ratio),
+        ("the gradient of KL(pi_b || pi_theta)", p - behavior.exp()),
+        ("minus the gradient", -right),
+    ]
+    where = f"for pi_theta = {numbers(p)} and pi_b = {numbers(behavior.exp())}"
+
+    def check(answer: Answer) -> None:
+        found = answer.tensor((5,))
+        total = float(found.sum())
+        note = ""
+        if not abs(total) < 1e-6:
+            note = f". Yours sum to {number(total)}; those to logits sum to 0"
+        sentence = f"{where} your kl_gradient is"
+        expect(found, right, sentence, mistakes=mistakes, note=note)
+
+    return Question("kl_gradient", [call(policy, behavior)], check)
 
 
 # Part 3: the trainer
@@ -838,48 +1290,118 @@ def on_ranks(arguments: list[list[Any]]) -> dict[str, Any]:
     return {"ranks": [given(of_rank) for of_rank in arguments]}
 
 
-def of_ranks(answer: Answer) -> list[Any]:
+def of_ranks(answer: Answer, sizes: list[list[int]]) -> list[Any]:
     """What the ranks returned. Wrong if one of them raised."""
     values = answer.value()
-    failed = [v for v in values if isinstance(v, dict) and "error" in v]
+    failed = [
+        (rank, value)
+        for rank, value in enumerate(values)
+        if isinstance(value, dict) and "error" in value
+    ]
     # A rank that fails leaves the others waiting; it is the one to tell of.
-    failed.sort(key=lambda value: value["error"] == "TimeoutError")
+    failed.sort(key=lambda pair: pair[1]["error"] == "MissingRank")
     if failed:
+        rank, value = failed[0]
+        idle = "" if sizes[rank] else ", which has no micro-batch,"
         raise Wrong(
-            f"{answer.function} raised {failed[0]['error']}: {failed[0]['message']}"
+            f"for {division(sizes)}, {answer.function} on rank {rank}{idle} raised "
+            f"{what_was_raised(value)}"
         )
     return values
 
 
+def division(sizes: list[list[int]]) -> str:
+    """How a batch is divided: "2 ranks with 1 and 3 micro-batches"."""
+    counts = [str(len(of_rank)) for of_rank in sizes]
+    if len(counts) == 1:
+        return f"1 rank with {counts[0]} micro-batch{'' if counts == ['1'] else 'es'}"
+    listed = f"{', '.join(counts[:-1])} and {counts[-1]}"
+    return f"{len(counts)} ranks with {listed} micro-batches"
+
+
+def ess_of(log_ratio: list[Tensor]) -> Tensor:
+    """e_B of the tokens in these tensors of any shape; NaN without any."""
+    flat = torch.cat([torch.zeros(0, dtype=F64), *[x.flatten() for x in log_ratio]])
+    if len(flat) == 0:
+        return torch.tensor(math.nan, dtype=F64)
+    return effective_sample_size(flat[None], whole(1, len(flat)))
+
+
+def quantity_mistakes(
+    tokens: list[list[Tensor]], masks: list[list[Tensor]], rank: int
+) -> Mistakes:
+    """What gives this rank another e_B of log rho, by rank and micro-batch."""
+    micros = [micro for of_rank in tokens for micro in of_rank]
+    means = torch.stack([ess_of([micro]) for micro in micros])
+    counts = torch.tensor([float(len(micro)) for micro in micros])
+    padding = [
+        torch.zeros(int((~mask).sum()), dtype=F64) for of in masks for mask in of
+    ]
+    by_rank = torch.stack([ess_of(of_rank) for of_rank in tokens])
+    of_own = torch.stack([*[ess_of([micro]) for micro in tokens[rank]], by_rank[rank]])
+    return [
+        ("the mean of the micro-batches' e_B", means.mean()),
+        (
+            "the mean of the micro-batches' e_B, weighed by their tokens",
+            (means * counts).sum() / counts.sum(),
+        ),
+        ("the mean of this rank's micro-batches' e_B", of_own[:-1].mean()),
+        ("e_B of this rank alone", by_rank[rank]),
+        ("the mean of the ranks' e_B", by_rank.mean()),
+        ("e_B of the first micro-batch", means[0]),
+        ("e_B of the last micro-batch", means[-1]),
+        ("e_B if padding counts as tokens of ratio 1", ess_of(micros + padding)),
+    ]
+
+
 def ask_quantities(
-    log_ratios: list[list[Tensor]], masks: list[list[Tensor]]
+    log_ratios: list[list[Tensor]], masks: list[list[Tensor]], where: str = ""
 ) -> Question:
     """What are e_B and the token count of the batch with these micro-batches?"""
-    flat = torch.cat(
-        [
-            log_ratio[mask]
-            for of_rank, masks_of_rank in zip(log_ratios, masks, strict=True)
-            for log_ratio, mask in zip(of_rank, masks_of_rank, strict=True)
-        ]
-    )[None]
-    right = effective_sample_size(flat, whole(*flat.shape))
+    tokens = [
+        [log_ratio[mask] for log_ratio, mask in zip(*of_rank, strict=True)]
+        for of_rank in zip(log_ratios, masks, strict=True)
+    ]
+    right = ess_of([micro for of_rank in tokens for micro in of_rank])
+    sizes = [[len(micro) for micro in of_rank] for of_rank in masks]
 
     def check(answer: Answer) -> None:
-        for rank, value in enumerate(of_ranks(answer)):
+        for rank, value in enumerate(of_ranks(answer, sizes)):
             if not (isinstance(value, list) and len(value) == 2):
                 raise Wrong("batch_quantities returns e_B and the token count")
-            where = f"with micro-batches {[len(each) for each in log_ratios]} a rank, "
-            count = float(as_tensor("the token count", value[1], ()))
-            if count != flat.numel():
-                raise Wrong(
-                    f"{where}the token count on rank {rank} is {number(count)}; "
-                    f"expected {flat.numel()}"
-                )
-            found = as_tensor("e_B", value[0], ())
-            expect(found, right, f"{where}e_B on rank {rank} is")
+            idle = "" if sizes[rank] else ", which has no micro-batch,"
+            subject = f"for {division(sizes)}{where}, %s on rank {rank}{idle} is"
+            count = as_tensor("the token count", value[1], ())
+            check_count(count, subject % "the token count", masks, rank)
+            expect(
+                as_tensor("e_B", value[0], ()),
+                right,
+                subject % "e_B",
+                mistakes=quantity_mistakes(tokens, masks, rank),
+            )
 
     arguments = [list(pair) for pair in zip(log_ratios, masks, strict=True)]
     return Question("batch_quantities", [on_ranks(arguments)], check)
+
+
+def check_count(
+    found: Tensor, subject: str, masks: list[list[Tensor]], rank: int
+) -> None:
+    """Wrong where this is not the number of all tokens, exactly."""
+    by_rank = [sum(int(mask.sum()) for mask in of_rank) for of_rank in masks]
+    entries = sum(mask.numel() for of_rank in masks for mask in of_rank)
+    micro_counts = sum(len(of_rank) for of_rank in masks)
+    if float(found) == sum(by_rank):
+        return
+    mistakes = [
+        ("the number of this rank's tokens", torch.tensor(by_rank[rank])),
+        ("the number of all entries, padding included", torch.tensor(entries)),
+        ("the number of micro-batches", torch.tensor(micro_counts)),
+    ]
+    raise Wrong(
+        f"{subject} {number(found)}; expected {sum(by_rank)}"
+        f"{known_mistake(found, mistakes)}"
+    )
 
 
 def random_log_ratios(
@@ -919,48 +1441,146 @@ def extreme_quantities(draw: Draw) -> list[Question]:
     log_ratios, masks = random_log_ratios(draw, [[2, 3], [4]])
     log_ratios[0][1][0, 0] = draw.uniform(380, 400)
     log_ratios[1][0][0, 0] = log_ratios[0][1][0, 0] - 0.5
-    idle_log_ratios, idle_masks = random_log_ratios(draw, [[2, 3], [], [2]])
+    where = " and one log rho near 400 nats on each"
     return [
-        ask_quantities(log_ratios, masks),
-        ask_quantities(idle_log_ratios, idle_masks),
+        ask_quantities(log_ratios, masks, where),
+        ask_quantities(*random_log_ratios(draw, [[2, 3], [], [2]])),
+        ask_gradient_of_idle_rank(draw, [[3], [], [2]]),
     ]
+
+
+def ask_gradient_of_idle_rank(draw: Draw, sizes: list[list[int]]) -> Question:
+    """What is the gradient of a rank that has no micro-batch?"""
+    weight = draw.normal(0.5, 3, 4)
+
+    def check(answer: Answer) -> None:
+        values = of_ranks(answer, sizes)
+        for rank, value in enumerate(values):
+            found = as_tensor(f"the gradient of rank {rank}", value, (3, 4))
+            if not sizes[rank] and found.any():
+                raise Wrong(
+                    f"on rank {rank}, which has no micro-batch, the gradient has the "
+                    f"first row {numbers(found[0])}; expected 0"
+                )
+
+    arguments = [
+        [weight, micros] for micros in micro_batches_of_ranks(draw, weight, sizes)
+    ]
+    return Question("gradient_of_rank", [on_ranks(arguments)], check)
+
+
+class Share(NamedTuple):
+    """A micro-batch, with e_B and the divisor of the sum over its tokens."""
+
+    micro: MicroBatch
+    ess: Tensor
+    divisor: float
+
+
+def gradient_of_shares(weight: Tensor, shares: list[Share]) -> Tensor:
+    """The gradient of the sum of the losses."""
+    leaf = weight.clone().requires_grad_()
+    loss = sum(
+        toy_loss(log_probabilities(leaf, micro), micro, ess, divisor)
+        for micro, ess, divisor in shares
+    )
+    return torch.autograd.grad(loss, leaf)[0]
+
+
+def log_ratio_of(weight: Tensor, micro: MicroBatch) -> Tensor:
+    """log rho of the tokens of a micro-batch."""
+    return (log_probabilities(weight, micro) - micro.logp_behavior)[micro.mask]
+
+
+def tokens_in(micros: list[MicroBatch]) -> int:
+    return sum(int(micro.mask.sum()) for micro in micros)
+
+
+def gradient_mistakes(
+    weight: Tensor, ranks: list[list[MicroBatch]], ess: Tensor
+) -> Mistakes:
+    """What gives another average of the ranks' gradients. No rank is idle."""
+    every = [micro for micros in ranks for micro in micros]
+    count = tokens_in(every)
+    size = len(ranks)
+    right = [Share(micro, ess, count) for micro in every]
+    wrong = {
+        "with e_B of each micro-batch": [
+            Share(micro, ess_of([log_ratio_of(weight, micro)]), count)
+            for micro in every
+        ],
+        "with e_B of each rank": [
+            Share(micro, ess_of([log_ratio_of(weight, m) for m in micros]), count)
+            for micros in ranks
+            for micro in micros
+        ],
+        "with the token count of each rank": [
+            Share(micro, ess, tokens_in(micros) * size)
+            for micros in ranks
+            for micro in micros
+        ],
+        "with the token count of each rank, not averaged": [
+            Share(micro, ess, tokens_in(micros)) for micros in ranks for micro in micros
+        ],
+        "the mean of the micro-batches' means": [
+            Share(micro, ess, tokens_in([micro]) * size * len(micros))
+            for micros in ranks
+            for micro in micros
+        ],
+        "the sum of the micro-batches' means": [
+            Share(micro, ess, tokens_in([micro]) * size) for micro in every
+        ],
+        "the gradient of the last micro-batch alone": [
+            Share(micros[-1], ess, count) for micros in ranks
+        ],
+    }
+    mistakes = [
+        (mistake, gradient_of_shares(weight, shares))
+        for mistake, shares in wrong.items()
+    ]
+    divided = gradient_of_shares(weight, right) / size
+    forgotten = f"the right gradient divided by {size}: the ranks' gradients are "
+    forgotten += "averaged, not added"
+    if size > 1:
+        mistakes.append((forgotten, divided))
+    return [*mistakes, ("with a gradient through e_B", with_live_ess(weight, every))]
+
+
+def with_live_ess(weight: Tensor, micros: list[MicroBatch]) -> Tensor:
+    """The gradient of the batch if e_B is not detached."""
+    leaf = weight.clone().requires_grad_()
+    ratio = torch.cat([log_ratio_of(leaf, micro) for micro in micros]).exp()
+    ess = ratio.mean() ** 2 / (ratio**2).mean()
+    loss = sum(
+        toy_loss(log_probabilities(leaf, micro), micro, ess, tokens_in(micros))
+        for micro in micros
+    )
+    return torch.autograd.grad(loss, leaf)[0]
 
 
 def ask_gradient(draw: Draw, sizes: list[list[int]]) -> Question:
     """What is the gradient of the whole batch, divided among ranks like this?"""
     weight = draw.normal(0.5, 3, 4)
     ranks = micro_batches_of_ranks(draw, weight, sizes)
-    leaf = weight.clone().requires_grad_()
-    log_ratio = []
-    for micro in [micro for micros in ranks for micro in micros]:
-        logp = log_probabilities(weight, micro)
-        log_ratio.append((logp - micro.logp_behavior)[micro.mask])
-    flat = torch.cat(log_ratio)[None]
-    ess = effective_sample_size(flat, whole(*flat.shape))
-    loss = sum(
-        toy_loss(log_probabilities(leaf, micro), micro, ess, flat.numel())
-        for micros in ranks
-        for micro in micros
-    )
-    (right,) = torch.autograd.grad(loss, leaf)
+    every = [micro for micros in ranks for micro in micros]
+    ess = ess_of([log_ratio_of(weight, micro) for micro in every])
+    shares = [Share(micro, ess, tokens_in(every)) for micro in every]
+    right = gradient_of_shares(weight, shares)
 
     def check(answer: Answer) -> None:
         gradients = [
             as_tensor("the gradient of a rank", value, (3, 4))
-            for value in of_ranks(answer)
+            for value in of_ranks(answer, sizes)
         ]
         found = torch.stack(gradients).mean(dim=0)
-        if is_close(found * len(ranks), right) and len(ranks) > 1:
-            raise Wrong(
-                f"the average over {len(ranks)} ranks is the right gradient divided by "
-                f"{len(ranks)}: the ranks' gradients are averaged, not added"
-            )
-        error = float((found - right).norm() / right.norm())
         if not is_close(found, right):
+            what = "the gradient"
+            if len(sizes) > 1:
+                what = "the average of the ranks' gradients"
             raise Wrong(
-                f"with responses {sizes} in the micro-batches of the ranks, the "
-                f"average of the ranks' gradients is off by {error:.2g} of its norm; "
-                f"its first row is {numbers(found[0])}, expected {numbers(right[0])}"
+                f"for {division(sizes)}, {what} has the first row "
+                f"{numbers(found[0])}; expected {numbers(right[0])}"
+                f"{known_mistake(found, gradient_mistakes(weight, ranks, ess))}"
             )
 
     arguments = [[weight, micros] for micros in ranks]
@@ -979,24 +1599,71 @@ def gradient_of_ranks(draw: Draw) -> list[Question]:
 # Part 4: the experiment
 
 
+def interval_of(first: Tensor, second: Tensor, level: float) -> Tensor:
+    """The difference, low and high, by Student's t."""
+    result = stats.ttest_rel(first.numpy(), second.numpy())
+    low, high = result.confidence_interval(level)
+    return torch.tensor([float((first - second).mean()), low, high], dtype=F64)
+
+
+def interval_mistakes(first: Tensor, second: Tensor, level: float) -> Mistakes:
+    """What gives another interval."""
+    differences = first - second
+    mean, deviation, count = differences.mean(), differences.std(), len(first)
+    error = deviation / math.sqrt(count)
+    quantile = stats.t.ppf((1 + level) / 2, count - 1)
+    normal = stats.norm.ppf((1 + level) / 2)
+    one_sided = stats.t.ppf(level, count - 1)
+    unpaired = stats.ttest_ind(first.numpy(), second.numpy())
+    low, high = unpaired.confidence_interval(level)
+
+    def around(half_width: Tensor) -> Tensor:
+        return torch.stack([mean, mean - half_width, mean + half_width])
+
+    return [
+        ("of a normal distribution, not of Student's t", around(normal * error)),
+        ("the interval of one side", around(one_sided * error)),
+        (
+            "of the deviation, which is not divided by sqrt(n)",
+            around(quantile * deviation),
+        ),
+        (
+            "with the deviation of a population, over n",
+            around(quantile * error * math.sqrt((count - 1) / count)),
+        ),
+        (
+            "with n degrees of freedom, not n - 1",
+            around(stats.t.ppf((1 + level) / 2, count) * error),
+        ),
+        ("unpaired", torch.stack([mean, torch.tensor(low), torch.tensor(high)])),
+        ("of the second less the first", interval_of(second, first, level)),
+        ("at the level 0.95, whatever is asked", interval_of(first, second, 0.95)),
+    ]
+
+
 def intervals(draw: Draw) -> list[Question]:
     questions = []
     for level in (0.95, 0.8):
         seeds = draw.integer(4, 9)
         first, second = draw.uniform(0, 1, seeds), draw.uniform(0, 1, seeds)
-        result = stats.ttest_rel(first.numpy(), second.numpy())
-        interval = result.confidence_interval(level)
-        difference = float((first - second).mean())
-        right = torch.tensor([difference, interval.low, interval.high], dtype=F64)
+        right = interval_of(first, second, level)
+        mistakes = interval_mistakes(first, second, level)
 
-        def check(answer: Answer, right: Tensor = right, level: float = level) -> None:
+        def check(
+            answer: Answer,
+            right: Tensor = right,
+            level: float = level,
+            seeds: int = seeds,
+            mistakes: Mistakes = mistakes,
+        ) -> None:
             value = answer.value()
             if not (isinstance(value, list) and len(value) == 3):
                 raise Wrong("paired_interval returns the difference, low and high")
             found = torch.stack(
                 [as_tensor("paired_interval", each, ()) for each in value]
             )
-            expect(found, right, f"at the level {level}: difference, low and high are")
+            sentence = f"of {seeds} seeds at the level {level} difference, low and "
+            expect(found, right, f"{sentence}high are", mistakes=mistakes)
 
         inputs = call(first.tolist(), second.tolist(), level)
         questions.append(Question("paired_interval", [inputs], check))
@@ -1026,12 +1693,16 @@ def check_results(path: Path) -> None:
         raise Wrong(f"results.json is not JSON: {str(error)[:100]}") from error
     if not isinstance(results, dict):
         raise Wrong("results.json is not an object with the fields of the handout")
-    for name in ("question", "prediction", "conclusion"):
-        text = results.get(name)
-        if not isinstance(text, str) or len(text) < 40:
-            raise Wrong(
-                f"{name!r} in results.json is no sentence of 40 letters or more"
-            )
+    missing = [
+        name
+        for name in ("question", "prediction", "conclusion")
+        if not isinstance(results.get(name), str) or len(results[name]) < 40
+    ]
+    if missing:
+        raise Wrong(
+            f"{', '.join(missing)} in results.json: each has to be a sentence of 40 "
+            "letters or more"
+        )
     arms = results.get("arms")
     if not isinstance(arms, dict) or len(arms) != 2:
         raise Wrong("'arms' in results.json does not have two arms")

@@ -4,7 +4,7 @@ grade.py starts it once, as `python -I runner.py`. It imports torch, and then fo
 process for every job that it reads from stdin. The process is enclosed (sandbox.py),
 imports one of the student's files, calls functions with the inputs of the job, and
 writes what they return, as JSON, into a file that was open before. Each job is answered
-by a line on stdout that says how its process ended.
+by a line on stdout that says how its process ended, and after how much computing.
 """
 
 import importlib
@@ -14,10 +14,14 @@ import os
 import select
 import signal
 import sys
-import threading
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+# What students import is imported here once: it takes longer than all of their items.
+import numpy  # noqa: F401
+import scipy.stats  # noqa: F401
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -93,36 +97,43 @@ def gradients(result: Any, inputs: list[torch.Tensor]) -> list[Any]:
     return [encoded(gradient) for gradient in found]
 
 
-def on_ranks(function: Any, arguments: list[list[Any]]) -> list[Any]:
-    """The function on several ranks, each in a thread, with its rank and the group."""
-    group = toy.Group(len(arguments))
-    results: list[Any] = [None] * len(arguments)
-
-    def one(rank: int) -> None:
-        try:
-            results[rank] = encoded(function(*arguments[rank], rank, group))
-        except BaseException as error:
-            results[rank] = failure(error)
-            group.barrier.abort()  # The others need not wait for this one.
-
-    threads = [threading.Thread(target=one, args=[rank]) for rank in range(group.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+class OutOfTime(BaseException):
+    """The process has computed for as long as it may."""
 
 
-def failure(error: BaseException) -> dict[str, str]:
-    return {"error": type(error).__name__, "message": str(error)[:300]}
+def stop_computing(*_: Any) -> None:
+    """Raised in the student's code, so that the line is known in which it was."""
+    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+    raise OutOfTime
 
 
-def answer(call: dict[str, Any], module: Any) -> dict[str, Any]:
+def failure(error: BaseException, folder: Path) -> dict[str, str]:
+    """An error, and the last line of the student's files that it came through."""
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        if path.parent == folder:
+            where = f"{path.name}, line {line}"
+    message = str(error)[:300]
+    return {"error": type(error).__name__, "message": message, "where": where}
+
+
+def on_ranks(function: Any, arguments: list[list[Any]], folder: Path) -> list[Any]:
+    """What the function returned on each of several ranks, or raised there."""
+    return [
+        failure(result, folder)
+        if isinstance(result, BaseException)
+        else encoded(result)
+        for result in toy.run_on_ranks(function, arguments)
+    ]
+
+
+def answer(call: dict[str, Any], module: Any, folder: Path) -> dict[str, Any]:
     """What one call returned, or raised."""
     try:
         function = getattr(module, call["function"])
         if "ranks" in call:
-            return {"value": on_ranks(function, decoded(call["ranks"]))}
+            return {"value": on_ranks(function, decoded(call["ranks"]), folder)}
         arguments = decoded(call.get("args", []))
         keywords = {
             name: decoded(value) for name, value in call.get("kwargs", {}).items()
@@ -131,7 +142,21 @@ def answer(call: dict[str, Any], module: Any) -> dict[str, Any]:
         inputs = leaves(arguments) + leaves(keywords)
         return {"value": encoded(result), "gradients": gradients(result, inputs)}
     except BaseException as error:
-        return failure(error)
+        return failure(error, folder)
+
+
+def answers_of(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The answers to all calls of a job, or one if there are no more."""
+    try:
+        module = importlib.import_module(job["module"])
+    except BaseException as error:
+        return [failure(error, folder) | {"while": "importing"}]
+    answers = []
+    for call in job["calls"]:
+        answers.append(answer(call, module, folder))
+        if answers[-1].get("error") == OutOfTime.__name__:
+            return [answers[-1] | {"while": call["function"]}]
+    return answers
 
 
 def run(job: dict[str, Any]) -> None:
@@ -147,6 +172,7 @@ def run(job: dict[str, Any]) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
+    signal.signal(signal.SIGXCPU, stop_computing)
     if not job["trusted"]:
         readable = [Path(path) for path in [*SYSTEM, *PYTHON, folder]]
         readable = [path for path in readable if path.exists()]
@@ -155,24 +181,50 @@ def run(job: dict[str, Any]) -> None:
         )
     else:
         sandbox.limit(job["cpu_seconds"], job["memory_bytes"], job["file_bytes"])
-    try:
-        module = importlib.import_module(job["module"])
-        answers = [answer(call, module) for call in job["calls"]]
-    except BaseException as error:
-        answers = [failure(error) | {"while": "importing"}]
-    os.write(output, json.dumps(answers).encode())
+    os.write(output, json.dumps(answers_of(job, folder)).encode())
 
 
-def wait_for(process: int, seconds: float) -> str:
-    """How the process ended; one that takes too long is killed."""
+LOOK_EVERY = 0.1  # seconds
+
+
+def wait_for(process: int, sleep_seconds: float, wall_seconds: float) -> dict[str, Any]:
+    """How the process ended, and its seconds of computing.
+
+    One whose threads all sleep for long is killed ("slept"): that is the code's doing.
+    One that is neither asleep nor done for very long is killed too ("waited"), but it
+    is the machine that has not let it compute.
+    """
     handle = os.pidfd_open(process)
-    ended, _, _ = select.select([handle], [], [], seconds)
-    if not ended:
+    begin = time.monotonic()
+    asleep = 0.0
+    killed = ""
+    while not killed and not select.select([handle], [], [], LOOK_EVERY)[0]:
+        asleep += LOOK_EVERY if is_asleep(process) else 0.0
+        if asleep > sleep_seconds:
+            killed = "slept"
+        elif time.monotonic() - begin > wall_seconds:
+            killed = "waited"
+    if killed:
         os.kill(process, signal.SIGKILL)
-    _, status = os.waitpid(process, 0)
+    _, status, usage = os.wait4(process, 0)
     os.close(handle)
-    if not ended:
-        return "waited"
+    ended = killed or how_it_ended(status)
+    return {"ended": ended, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+
+
+def is_asleep(process: int) -> bool:
+    """Whether all threads sleep: none computes, waits for a core or for a disk."""
+    states = []
+    for thread in Path(f"/proc/{process}/task").glob("*/stat"):
+        try:
+            # The state follows the name, which is in brackets and may hold any.
+            states.append(thread.read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            return False
+    return bool(states) and set(states) == {"S"}
+
+
+def how_it_ended(status: int) -> str:
     if os.WIFSIGNALED(status):
         return signal.Signals(os.WTERMSIG(status)).name
     return "ended" if os.WEXITSTATUS(status) == 0 else "left"
@@ -194,7 +246,8 @@ def main() -> None:
             finally:
                 # No cleaning up: neither the student's atexit nor the grader's pipes.
                 os._exit(status)
-        print(wait_for(process, job["wall_seconds"]), flush=True)
+        ended = wait_for(process, job["sleep_seconds"], job["wall_seconds"])
+        print(json.dumps(ended), flush=True)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ def checked(result: int, what: str) -> int:
 
 def limit(cpu_seconds: int, memory_bytes: int, file_bytes: int) -> None:
     """Beyond these the process gets a signal or an error, and nobody else does."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    # A signal first (SIGXCPU), whose handler can tell where the code was, then the end.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -158,6 +158,44 @@ class CollectiveInTheLoop(Loop):
         return super().batch_quantities(log_ratios, masks, rank, group)
 
 
+class CollectiveInTheGradient(Loop):
+    """The same in the loop of the gradient."""
+
+    def gradient_of_rank(
+        self, weight: Tensor, micro_batches: list[MicroBatch], rank: int, group: Group
+    ) -> Tensor:
+        for micro in micro_batches:
+            group.all_reduce_sum(rank, micro.mask.sum())
+        return super().gradient_of_rank(weight, micro_batches, rank, group)
+
+
+class CountOfRankInTheGradient(Loop):
+    """The token count of the batch is exchanged, and then not used."""
+
+    def divisor(self, token_count: int, micro: MicroBatch) -> int:
+        return 1
+
+    def averaged(self, gradient: Tensor, micro_batches: list[MicroBatch]) -> Tensor:
+        return gradient / max(1, sum(int(micro.mask.sum()) for micro in micro_batches))
+
+
+class TokensGathered(Loop):
+    """All log rho of the batch go to every rank."""
+
+    def batch_quantities(
+        self, log_ratios: list[Tensor], masks: list[Tensor], rank: int, group: Group
+    ) -> tuple[Tensor, int]:
+        padded = torch.full((100,), -torch.inf, dtype=torch.float64)
+        padded[: sum(len(mask) for mask in masks)] = 0.0
+        group.all_reduce_max(rank, padded)
+        return super().batch_quantities(log_ratios, masks, rank, group)
+
+
+class NothingOnAnIdleRank(Loop):
+    def averaged(self, gradient: Tensor, micro_batches: list[MicroBatch]) -> Tensor:
+        return gradient if micro_batches else None
+
+
 ALL = {"3.1", "3.2", "3.3", "3.4", "3.5"}
 
 # What is wrong -> (the mistake, the items that it loses)
@@ -170,6 +208,28 @@ MISTAKES: dict[str, tuple[type[Loop], set[str]]] = {
     "mean of the micro-batches' e_B": (MeanOfEss, ALL),
     "ranks forgotten in the average": (RanksForgotten, {"3.4"}),
     "only the last micro-batch": (LastMicroBatch, {"3.3", "3.4"}),
-    "mean of the micro-batches' means": (MeanOfMicroBatches, {"3.3", "3.4"}),
+    # Without a micro-batch that is 0 / 0.
+    "mean of the micro-batches' means": (MeanOfMicroBatches, {"3.3", "3.4", "3.5"}),
     "a collective in the loop": (CollectiveInTheLoop, {"3.2", "3.4", "3.5"}),
+    "a collective in the gradient's loop": (CollectiveInTheGradient, {"3.4", "3.5"}),
+    "token count of the rank, in the gradient": (CountOfRankInTheGradient, {"3.4"}),
+    "the tokens gathered": (TokensGathered, ALL),
+    "no gradient on an idle rank": (NothingOnAnIdleRank, {"3.5"}),
+}
+
+# What is wrong -> what the grader says of it, in one of the items
+SAID: dict[str, str] = {
+    "padding counts": "the number of all entries, padding included",
+    "ratios not divided by the largest": "one log rho near 400 nats on each",
+    "e_B of the rank": "e_B of this rank alone",
+    "token count of the rank": "the number of this rank's tokens",
+    "mean of the micro-batches' e_B": "That is the mean of the micro-batches' e_B",
+    "ranks forgotten in the average": "the right gradient divided by 2",
+    "only the last micro-batch": "the gradient of the last micro-batch alone",
+    "mean of the micro-batches' means": "the mean of the micro-batches' means",
+    "a collective in the loop": "call the same collectives, equally often",
+    "a collective in the gradient's loop": "call the same collectives, equally often",
+    "token count of the rank, in the gradient": "with the token count of each rank",
+    "the tokens gathered": "exchange sums, not tokens",
+    "no gradient on an idle rank": "the gradient of rank 1 returned None",
 }

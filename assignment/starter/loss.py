@@ -1,8 +1,10 @@
 """Parts 1 and 2: P3O's loss.
 
-The equations are those of arXiv 2605.12380, and README.md explains them. Tensors are
-[N, T] for N responses of at most T tokens, in nats. mask (bool) says which entries are
-tokens; the others are padding, and may hold anything, NaN included.
+The equations are those of arXiv 2605.12380, and the handout, assignment/README.md,
+explains them. Tensors are [N, T] for N responses of at most T tokens, in nats. mask
+(bool) says which entries are tokens. The others are padding, and may hold anything, NaN
+included: neither a value nor a gradient may be NaN because of it. 0 * NaN is NaN in the
+backward pass too, so replace padding before you compute.
 
 Replace every `raise NotImplementedError` by your code. Keep the names and signatures:
 the grader calls them, and so does `pytest tests/test_loss.py --loss your/loss.py`,
@@ -28,8 +30,8 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
     log_ratio is log rho, [N, T]. It is right for |log rho| up to 80 nats in float32
     too, is exactly 1 for equal ratios, and carries no gradient. ValueError without
-    tokens; FloatingPointError, with the number of the response in the message, where
-    log rho of a token is not finite.
+    tokens; FloatingPointError, with the number of the response (the row, counted from
+    0) in the message, where log rho of a token is not finite.
     """
     raise NotImplementedError("part 1, e_B, is not written yet")
 
@@ -38,6 +40,7 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     """KL(pi_theta || pi_b) over K tokens and one bucket for all others: [...], in nats.
 
     logp and logp_behavior, both [..., K], are log-probabilities of the same K tokens.
+    There is no mask here: what comes out in the padding is p3o_loss's to leave out.
     The bucket's probability is one less the sum of theirs. Its gradient goes to logp,
     through the bucket as well, and not to logp_behavior. Where the K tokens hold all
     probability, what is left for the bucket is rounding, of either sign, and must give
@@ -67,9 +70,12 @@ def p3o_loss(
     ess and token_count are those of the whole batch; left out, the tensors given are
     the whole batch. The loss is the sum over the tokens given, divided by token_count.
     The dictionary has loss, policy_loss and kl_loss, with loss = policy_loss +
-    (1 - e_B) kl_loss, and capped, the share of tokens with rho > e_B.
+    (1 - e_B) kl_loss, and capped, the tokens with rho > e_B, each a sum over the tokens
+    given, divided by token_count, as well.
 
-    ValueError without tokens and token_count. FloatingPointError, with the number of
-    the response in the message, where an input or the loss of a token is not finite.
+    ValueError if there are no tokens and token_count is not given; with ess and
+    token_count, no tokens give a loss of 0. FloatingPointError, with the number of the
+    response (from 0) in the message, where an input or the loss of a token is not
+    finite.
     """
     raise NotImplementedError("part 2, the objective, is not written yet")

@@ -6,14 +6,22 @@ token_count of the whole batch, and that it takes the e_B of the whole batch.
 """
 
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+MOST_NUMBERS = 6  # that a rank brings to a collective
+SAME_COLLECTIVES = "all ranks have to call the same collectives, equally often"
+
 
 class MicroBatch(NamedTuple):
-    """Some responses of one rank. Padding may hold anything."""
+    """Some responses of one rank.
+
+    In the padding logp_behavior may hold anything, NaN included; features and tokens
+    are finite and in range there, so that log_probabilities may be called as it is.
+    """
 
     features: Tensor  # [N, T, D] what the policy sees before each token
     tokens: Tensor  # [N, T] int64, the sampled tokens
@@ -39,36 +47,100 @@ def toy_loss(
     return (policy_loss + pull).sum() / token_count
 
 
-class Group:
-    """A process group of `size` ranks, each a thread. Every rank has to take part in
-    every collective, in the same order; else all of them fail with TimeoutError."""
+class MissingRank(RuntimeError):
+    """A rank waits in a collective that another rank will not enter."""
 
-    def __init__(self, size: int, patience: float = 5.0) -> None:
+
+class Group:
+    """A process group of `size` ranks, each a thread (`run_on_ranks`).
+
+    Every rank has to take part in every collective, in the same order. A collective
+    takes a few numbers: the tokens of a batch are too many.
+    """
+
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.patience = patience  # seconds
-        self.barrier = threading.Barrier(size)
-        self.tensors: dict[int, Tensor] = {}
+        self.changed = threading.Condition()
+        # What each rank brought, by the number of the collective.
+        self.brought: list[dict[int, Tensor]] = []
+        self.kinds: list[str] = []
+        self.entered = [0] * size  # collectives, by rank
+        self.gone: set[int] = set()  # ranks that have returned or raised
 
     def all_reduce_sum(self, rank: int, tensor: Tensor) -> Tensor:
         """The sum of the ranks' tensors, which have one shape, on every rank."""
-        return torch.stack(self.gather(rank, tensor)).sum(dim=0)
+        return torch.stack(self.exchange(rank, tensor, "all_reduce_sum")).sum(dim=0)
 
     def all_reduce_max(self, rank: int, tensor: Tensor) -> Tensor:
         """The largest of the ranks' tensors, entry by entry, on every rank."""
-        return torch.stack(self.gather(rank, tensor)).amax(dim=0)
+        return torch.stack(self.exchange(rank, tensor, "all_reduce_max")).amax(dim=0)
 
-    def gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        self.tensors[rank] = torch.as_tensor(tensor).detach().clone()
-        self.wait(rank)  # until all have brought theirs
-        gathered = [self.tensors[other] for other in range(self.size)]
-        self.wait(rank)  # until all have read, and the next collective may begin
-        return gathered
+    def exchange(self, rank: int, tensor: Tensor, kind: str) -> list[Tensor]:
+        """The tensors that all ranks brought to this collective, in their order."""
+        tensor = torch.as_tensor(tensor).detach().clone()
+        if tensor.numel() > MOST_NUMBERS:
+            raise ValueError(
+                f"{kind} was given {tensor.numel()} numbers, and takes {MOST_NUMBERS} "
+                "at most: exchange sums, not tokens"
+            )
+        with self.changed:
+            number = self.entered[rank]
+            self.entered[rank] += 1
+            if number == len(self.brought):
+                self.brought.append({})
+                self.kinds.append(kind)
+            if self.kinds[number] != kind:
+                raise MissingRank(
+                    f"rank {rank} calls {kind} where another rank calls "
+                    f"{self.kinds[number]}: {SAME_COLLECTIVES}"
+                )
+            self.brought[number][rank] = tensor
+            self.changed.notify_all()
+            # However long another rank takes: only one that is gone never comes.
+            self.changed.wait_for(lambda: self.is_over(number))
+            missing = set(range(self.size)) - self.brought[number].keys()
+        if missing:
+            other = min(missing & self.gone)
+            raise MissingRank(
+                f"rank {rank} waits in its collective number {number + 1}, but rank "
+                f"{other} was done after {self.entered[other]}: {SAME_COLLECTIVES}"
+            )
+        return [self.brought[number][other] for other in range(self.size)]
 
-    def wait(self, rank: int) -> None:
+    def is_over(self, number: int) -> bool:
+        """Whether all ranks have entered this collective, or one of them never will."""
+        missing = set(range(self.size)) - self.brought[number].keys()
+        return not missing or bool(missing & self.gone)
+
+    def leave(self, rank: int) -> None:
+        """This rank has returned or raised, and enters no more collectives."""
+        with self.changed:
+            self.gone.add(rank)
+            self.changed.notify_all()
+
+
+def run_on_ranks(function: Callable[..., Any], arguments: list[list[Any]]) -> list[Any]:
+    """function(*arguments[rank], rank, group) on all ranks, each in a thread.
+
+    Returns what each rank returned, or the error that it raised.
+    """
+    group = Group(len(arguments))
+    results: list[Any] = [None] * group.size
+
+    def run(rank: int) -> None:
         try:
-            self.barrier.wait(self.patience)
-        except threading.BrokenBarrierError:
-            raise TimeoutError(
-                f"rank {rank} waited in a collective that another rank did not enter: "
-                "do all ranks call the same ones, equally often?"
-            ) from None
+            results[rank] = function(*arguments[rank], rank, group)
+        except BaseException as error:
+            results[rank] = error
+        finally:
+            group.leave(rank)
+
+    threads = [
+        threading.Thread(target=run, args=[rank], daemon=True)
+        for rank in range(group.size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
