@@ -189,6 +189,28 @@ def mean_of_last(of_objective: list[Run], metric: str) -> str:
     return text_of(interval([last(run, metric) for run in of_objective]))
 
 
+def table_of_scores(runs: Runs, mismatches: Sequence[str]) -> str:
+    """One row a mismatch, one column an objective: score / last greedy accuracy.
+
+    Both are means over seeds. A star stands where a run collapsed.
+    """
+    rows = [["mismatch", *MAIN]]
+    for mismatch in mismatches:
+        of_setting = runs.get(Setting(mismatch, LEARNING_RATE), {})
+        row = [mismatch]
+        for objective in MAIN:
+            of_objective = of_setting.get(objective, [])
+            text = ""
+            if of_objective:
+                greedy = mean(last(run, "heldout_greedy") for run in of_objective)
+                text = f"{mean(map(score, of_objective)):.2f} / {greedy:.2f}"
+            if any(collapsed(run) for run in of_objective):
+                text += " *"
+            row.append(text)
+        rows.append(row)
+    return table(rows)
+
+
 def table_of_differences(runs: Runs) -> str:
     """One row an objective: its differences to P3O over all settings that have both.
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 
 from experiments import mismatch, plot, tables
 from experiments.colors import COLORS
@@ -397,3 +398,30 @@ def test_every_mismatch_is_in_a_panel_and_every_objective_has_a_color():
     assert {*MAIN, *OTHERS} <= COLORS.keys()
     # Two that stand in one figure are never the same.
     assert len({COLORS[name] for name in [*MAIN, *OTHERS]}) == len({*MAIN, *OTHERS})
+
+
+# What is committed
+
+RESULTS = ROOT / "experiments/results"
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return tables.load(RESULTS / "mismatch.jsonl")
+
+
+def test_the_committed_tables_are_those_of_the_committed_runs(committed):
+    assert (RESULTS / "mismatch.md").read_text() == tables.report(committed)
+
+
+@pytest.mark.parametrize("page", ["README.md", "experiments/README.md"])
+def test_every_row_of_a_pages_table_is_that_of_the_committed_runs(page, committed):
+    rows = tables.table_of_scores(committed, list(MISMATCHES)).splitlines()
+    text = (ROOT / page).read_text()
+    shown = [line for line in text.splitlines() if line.startswith("| ")]
+    of_mismatches = [
+        line for line in shown if line.split(" | ")[0].removeprefix("| ") in MISMATCHES
+    ]
+    assert len(of_mismatches) >= 6
+    for line in of_mismatches:
+        assert line in rows
