@@ -256,8 +256,9 @@ def measure_all_speeds(smollm2: str, mesh: DeviceMesh) -> dict[str, Any]:
         for dtype in ("float32", "bfloat16"):
             settings = SMOLLM2 | {"model": smollm2, "dtype": dtype}
             configs[f"smollm2 {dtype}"] = Config(**settings)
+    engines: list[Engine] = []
     for name, cfg in configs.items():
-        found[name] = measure_speed(cfg, mesh, machine)
+        found[name] = measure_speed(cfg, mesh, machine, engines)
     return found
 
 
@@ -270,7 +271,7 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     # First what runs in processes of its own: engines here would take their memory.
     if "steps" in cfg.parts:
-        results["steps"] = results.get("steps", {}) | measure_steps(cfg)
+        results["steps"] = measure_steps(cfg)
         save(results)
     if cfg.parts == ["steps"]:
         print(RESULTS.read_text())

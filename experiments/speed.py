@@ -261,8 +261,13 @@ def measure_head(vocabulary: int) -> dict[str, Any]:
     }
 
 
-def measure_speed(cfg: Config, mesh: DeviceMesh, machine: dict) -> dict[str, Any]:
-    """All of the above for one model, in the dtype of cfg."""
+def measure_speed(
+    cfg: Config, mesh: DeviceMesh, machine: dict, engines: list[Engine]
+) -> dict[str, Any]:
+    """All of the above for one model, in the dtype of cfg.
+
+    Its engine is put into `engines`: one that is freed takes the process group along.
+    """
     data = load_data(cfg)
     policy = build_policy(cfg.model, mesh, dtype=cfg.dtype)
     engine = Engine(
@@ -271,6 +276,7 @@ def measure_speed(cfg: Config, mesh: DeviceMesh, machine: dict) -> dict[str, Any
         top_logprobs=cfg.top_logprobs,
         kv_cache_gb=cfg.kv_cache_gb,
     )
+    engines.append(engine)
     engine.load_weights(full_weights(policy), version="0")
     rollouts = sample_step(engine, cfg, 1, data.train.prompts)
     add_reward(rollouts, cfg, 1, data.train.problems)
