@@ -1,4 +1,4 @@
-# make train       set up .venv (once), train the embedded policy: 3 minutes on two cores
+# make train       set up .venv (once), train the embedded policy: 2 minutes on two cores
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
 # make reproduce   a reduced grid of the paper's experiments, with its figures: 25 minutes
