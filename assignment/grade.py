@@ -91,6 +91,9 @@ class Ended(NamedTuple):
         killed = self.how == "SIGKILL" and self.cpu_seconds < CPU_SECONDS / 2
         return self.how == "waited" or killed
 
+    def crashed(self) -> bool:
+        return self.how in ("SIGSEGV", "SIGABRT")
+
 
 class Runner:
     """The process that runs students' code (runner.py)."""
@@ -194,7 +197,9 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
     ]
     module = Path(item.file).stem
     ended = runner.ask(folder, module, calls)
-    if ended.is_the_machines_fault():
+    # A crash may be chance: torch crashed once in code that has run many hundred times,
+    # with ranks as threads of a forked process.
+    if ended.is_the_machines_fault() or ended.crashed():
         ended = runner.ask(folder, module, calls)
     if ended.is_the_machines_fault():
         sentence = "this machine has let the code compute too little, twice: try again"
