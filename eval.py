@@ -27,7 +27,7 @@ from pydantic import BeforeValidator, Field
 from scipy.stats import binomtest
 
 from reward import load_task, score
-from rollout import Engine, init_distributed, noise_seeds
+from rollout import Engine, init_distributed, noise_seeds, prompts_of_rank
 from support import results
 from support.checks import check_tensor_parallel
 from support.flags import (
@@ -172,13 +172,12 @@ def evaluate(
 ) -> list[int]:
     """How many of `samples` responses to each problem are right, on every rank.
 
-    Each rank takes every world-th problem, with noise that depends on the problem
-    alone: `first` is the place of problems[0] in its task. `sampling` are vLLM's
-    SamplingParams. A collective.
+    The ranks share the problems, with noise that depends on the problem alone: `first`
+    is the place of problems[0] in its task. `sampling` are vLLM's SamplingParams. A
+    collective.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     seeds = noise_seeds(seed, first, len(problems), samples)
-    mine = list(range(rank, len(problems), world))
+    mine = prompts_of_rank(len(problems))
     # Ranks that share an engine all have to sample. One without problems of its own
     # takes the first.
     asked = mine or [0]
@@ -193,7 +192,7 @@ def evaluate(
     for place, i in enumerate(mine):
         of_problem = rewards[place * samples : (place + 1) * samples]
         counts[i] = round(sum(of_problem))
-    everyone: list = [None] * world
+    everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, counts)
     all_counts: dict[int, int] = {}
     for rank_counts in everyone:

@@ -104,6 +104,14 @@ def init_distributed() -> dist.DeviceMesh:
     return dist.init_device_mesh(device.type, shape, mesh_dim_names=("node", "rank"))
 
 
+def prompts_of_rank(prompt_count: int) -> range:
+    """Which of the prompts this rank samples: r, r + w, r + 2w, ... for rank r of w.
+
+    The responses to a prompt are a group, which is never divided among ranks.
+    """
+    return range(dist.get_rank(), prompt_count, dist.get_world_size())
+
+
 def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
     """Seeds of the sampling noise of prompts first, first + 1, ... of a run.
 

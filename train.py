@@ -43,7 +43,13 @@ from loss import (
 )
 from policy import Policy, build_policy, full_weights
 from reward import load_task, score
-from rollout import Engine, Rollouts, init_distributed, noise_seeds
+from rollout import (
+    Engine,
+    Rollouts,
+    init_distributed,
+    noise_seeds,
+    prompts_of_rank,
+)
 from support.checkpoints import (
     NotSaved,
     load_checkpoint,
@@ -196,14 +202,6 @@ def weights_that_sample(cfg: Config, step: int) -> int:
     return max(0, step - 1 - cfg.lag)
 
 
-def groups_of_rank(group_count: int) -> range:
-    """Which groups of a step this rank samples and learns from: r, r + w, r + 2w, ...
-
-    for rank r of w. A group is the responses to one prompt, and is never divided.
-    """
-    return range(dist.get_rank(), group_count, dist.get_world_size())
-
-
 def sample_step(
     engine: Engine, cfg: Config, step: int, prompts: list[list[int]]
 ) -> Rollouts:
@@ -219,7 +217,7 @@ def sample_step(
         count=cfg.prompts_per_step,
         spacing=cfg.group_size,
     )
-    groups = groups_of_rank(cfg.prompts_per_step)
+    groups = prompts_of_rank(cfg.prompts_per_step)
     return engine.sample(
         [prompts[problems[group]] for group in groups],
         cfg.group_size,
@@ -237,7 +235,7 @@ def add_reward(
     """Phase 2, reward: check this rank's responses, compare each with its group."""
     numbers = problems_of_step(cfg, step, len(problems))
     answers = []
-    for group in groups_of_rank(cfg.prompts_per_step):
+    for group in prompts_of_rank(cfg.prompts_per_step):
         answers += [problems[numbers[group]]["answer"]] * cfg.group_size
     reward = score(rollouts.text, answers, task_of(cfg.task).verifier)
     rollouts.reward = torch.tensor(reward)  # [N]
@@ -254,7 +252,7 @@ def rows_of_minibatches(cfg: Config, step: int, pass_number: int) -> list[list[i
     """
     shuffle = random.Random(f"{cfg.seed} {step} {pass_number}")
     groups = shuffle.sample(range(cfg.prompts_per_step), cfg.prompts_per_step)
-    my_groups = groups_of_rank(cfg.prompts_per_step)
+    my_groups = prompts_of_rank(cfg.prompts_per_step)
     minibatches = []
     for minibatch in range(cfg.minibatches):
         rows = []
@@ -650,9 +648,8 @@ class Run:
             )
         self.saved = self.done  # the step of the newest checkpoint
         self.first_step = self.done + 1
-        # Batches from here on are sampled by this process, by these weights or newer.
+        # Batches from here on are sampled by this process.
         self.first_sampled = self.first_step + len(self.queue)
-        self.oldest_weights = self.done
         self.signals = catch_signals()
 
     def fill_queue(self, step: int, log: Log) -> None:
@@ -679,8 +676,8 @@ class Run:
         rollouts = self.queue[0]
         expected = weights_that_sample(self.cfg, step)
         if step >= self.first_sampled:
-            # A finished run that goes on has no older weights to sample from.
-            expected = max(expected, self.oldest_weights)
+            # A run that goes on has no older weights than those it began with.
+            expected = max(expected, self.first_step - 1)
         if rollouts.weight_version != str(expected):
             self.saved = self.done  # A checkpoint would only bring this batch back.
             raise Refused(

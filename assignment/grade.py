@@ -71,6 +71,7 @@ SLEEP_SECONDS = 5  # of an item, in which its process neither computes nor wants
 WALL_SECONDS = 300
 MEMORY_BYTES = 3 * 2**30
 FILE_BYTES = 4 * 2**20  # of what a process prints, and of its answers
+CRASHES = ("SIGSEGV", "SIGABRT")  # signals that end a process
 LONGEST_FILE = 2**20  # bytes of a student's file
 SHOWN = 500  # characters of what the student's code printed
 # Files that are the grader's, whatever a student hands in under their name.
@@ -92,7 +93,7 @@ class Ended(NamedTuple):
         return self.how == "waited" or killed
 
     def crashed(self) -> bool:
-        return self.how in ("SIGSEGV", "SIGABRT")
+        return self.how in CRASHES
 
 
 class Runner:
@@ -175,8 +176,7 @@ def why_no_answer(how: str) -> str:
         "slept": f"it waited for {SLEEP_SECONDS} s without computing",
         "SIGKILL": f"it took more than {CPU_SECONDS} s of computing",
         "SIGXCPU": f"it took more than {CPU_SECONDS} s of computing",
-        "SIGSEGV": "it crashed",
-        "SIGABRT": "it crashed",
+        **dict.fromkeys(CRASHES, "it crashed"),
         "ended": "its process ended without an answer",
         "left": "its process ended without an answer",
     }

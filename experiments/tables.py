@@ -295,6 +295,8 @@ def report(runs: Runs) -> str:
         table_of_differences(runs),
         "A comparison is two runs of one seed in one setting. The interval is over the "
         f"means of the settings. {sentence_on_chance(runs)}",
+        "## Score / last greedy accuracy; a star: a run collapsed",
+        table_of_scores(runs, list(MISMATCHES)),
     ]
     for setting in runs:
         sections += [f"## {setting.title}", table_of_setting(setting, runs)]

@@ -240,6 +240,7 @@ def load_checkpoint(
         progress = torch.load(newest / "progress.pt", weights_only=True)
     except (CheckpointException, Exception) as error:
         # torch has many kinds of errors for a file that ends early, or is no such file.
+        # Its CheckpointException is none of Python's Exceptions.
         instead = "there is no other one: start in another out_dir"
         if older:
             instead = (
@@ -264,7 +265,7 @@ def load_checkpoint(
 
 
 def share_of_rank(rollouts: Any, group_size: int, rank: int, world: int) -> Any:
-    """The groups of a step that a rank samples itself: train.groups_of_rank."""
+    """The groups of a step that a rank samples itself: rollout.prompts_of_rank."""
     responses = range(len(rollouts.text))
     mine = [row for row in responses if row // group_size % world == rank]
     return rollouts.select(mine)
@@ -273,7 +274,7 @@ def share_of_rank(rollouts: Any, group_size: int, rank: int, world: int) -> Any:
 def join_ranks(rollouts_of_rank: tuple[Any, ...], group_size: int) -> Any:
     """The ranks' rollouts for one step as one, in the order that one rank would have.
 
-    By train.groups_of_rank, group g of rank r of w is group g w + r of the step.
+    By rollout.prompts_of_rank, group g of rank r of w is group g w + r of the step.
     """
     world = len(rollouts_of_rank)
     place = []  # of each row of the ranks' rollouts, one rank after the other

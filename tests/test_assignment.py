@@ -121,15 +121,9 @@ def test_the_points_of_the_items_add_up_to_those_of_the_handout() -> None:
 class PaddingInGradient(P3O):
     """Padding is cut off after the arithmetic: NaN there goes into the gradient."""
 
-    def p3o_loss(
-        self,
-        logp: Tensor,
-        logp_behavior: Tensor,
-        advantage: Tensor,
-        mask: Tensor,
-        **keywords: Any,
-    ) -> Loss:
-        loss, parts = super().p3o_loss(logp, logp_behavior, advantage, mask, **keywords)
+    def p3o_loss(self, *tensors: Tensor, **keywords: Any) -> Loss:
+        logp, _, _, mask = tensors
+        loss, parts = super().p3o_loss(*tensors, **keywords)
         nothing = 0 * torch.where(mask, logp.exp(), 0.0).sum()
         return loss + nothing, parts
 
@@ -173,15 +167,9 @@ class PartsWithGradient(P3O):
 
 
 class PaddingIsCapped(P3O):
-    def p3o_loss(
-        self,
-        logp: Tensor,
-        logp_behavior: Tensor,
-        advantage: Tensor,
-        mask: Tensor,
-        **keywords: Any,
-    ) -> Loss:
-        loss, parts = super().p3o_loss(logp, logp_behavior, advantage, mask, **keywords)
+    def p3o_loss(self, *tensors: Tensor, **keywords: Any) -> Loss:
+        logp, logp_behavior, _, mask = tensors
+        loss, parts = super().p3o_loss(*tensors, **keywords)
         log_ratio = only_tokens(logp, mask) - only_tokens(logp_behavior, mask)
         ess = self.e_b(keywords.get("ess"), log_ratio, mask)
         capped = (log_ratio.exp() > ess).double().mean().detach()
