@@ -1,12 +1,13 @@
 """The soak: a long run that is killed again and again, beside the same run left alone.
 
-    python experiments/soak.py                                # two hours on two cores
+    python experiments/soak.py                                # 80 minutes on two cores
     python experiments/soak.py --steps 30 --kills 3 --save_every 5 --out runs/soak-try
 
 Both runs are the embedded default with more steps, and with evaluations, checkpoints
-and the report at the end. The first is left alone. The second gets SIGKILL at random
-moments (from --seed), and each time the same command with --resume goes on. After every
-step of either the resident memory of its process and the size of its out_dir are noted.
+and the report at the end. They run at the same time, each with half of the cores. The
+first is left alone. The second gets SIGKILL at random moments (from --seed), and each
+time the same command with --resume goes on. After every step of either the resident
+memory of its process and the size of its out_dir are noted.
 
 It asks three things. Is memory flat? Its slope is that of means over blocks of steps,
 which are nearly independent, with the 95% interval of Student's t. Is what a run leaves
@@ -20,6 +21,7 @@ memory is that of one process.
 
 import argparse
 import json
+import os
 import random
 import resource
 import shutil
@@ -27,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,9 +90,21 @@ def bytes_on_disk(out: Path) -> dict[str, int]:
     return sizes
 
 
-def command_of(arguments: argparse.Namespace, out: Path, resume: bool) -> list[str]:
-    """The run: the default, but for its length."""
+def half_of_the_cores(half: int) -> str:
+    """The first half (0) or the second (1) of this process's cores; one at least."""
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[half::2] or cores
+    return ",".join(map(str, mine))
+
+
+def command_of(
+    arguments: argparse.Namespace, out: Path, resume: bool, half: int
+) -> list[str]:
+    """The run on half of the cores: the default, but for its length."""
     command = [
+        "taskset",
+        "--cpu-list",
+        half_of_the_cores(half),
         sys.executable,
         "train.py",
         f"--steps={arguments.steps}",
@@ -150,7 +165,8 @@ def leave_alone(arguments: argparse.Namespace, folder: Path) -> None:
         return
     shutil.rmtree(out, ignore_errors=True)
     notes.unlink(missing_ok=True)
-    live(command_of(arguments, out, resume=False), out, notes, life=0, kill=None)
+    command = command_of(arguments, out, resume=False, half=0)
+    live(command, out, notes, life=0, kill=None)
 
 
 def kill_again_and_again(arguments: argparse.Namespace, folder: Path) -> list[Kill]:
@@ -164,7 +180,8 @@ def kill_again_and_again(arguments: argparse.Namespace, folder: Path) -> list[Ki
     for life in range(len(read_notes(lives)), len(kills) + 1):
         kill = kills[life] if life < len(kills) else None
         resume = any((out / "checkpoints").glob("step-*"))
-        live(command_of(arguments, out, resume), out, notes, life, kill)
+        command = command_of(arguments, out, resume, half=1)
+        live(command, out, notes, life, kill)
         checkpoints = sorted(path.name for path in (out / "checkpoints").iterdir())
         with open(lives, "a") as file:
             row = {"life": life, "step": last_step(out), "checkpoints": checkpoints}
@@ -305,8 +322,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    leave_alone(arguments, folder)
-    kills = kill_again_and_again(arguments, folder)
+    alone = Process(target=leave_alone, args=(arguments, folder))
+    alone.start()
+    try:
+        kills = kill_again_and_again(arguments, folder)
+        alone.join()
+    finally:
+        alone.terminate()
+    if alone.exitcode != 0:
+        sys.exit(f"soak: the run in {folder}/alone failed, as is said above")
     found = summary(arguments, folder, kills)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
