@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -268,7 +269,7 @@ def commit_here() -> str:
     )
 
 
-def run(cell: Cell, flags: list[str]) -> dict:
+def run(cell: Cell, flags: list[str], eval_flags: Iterable[str]) -> dict:
     """One run; its configuration, commit, metrics by name, and pass@8 of its model.
 
     A run that stopped itself, on a number that is not finite, keeps what it had. Any
@@ -288,7 +289,7 @@ def run(cell: Cell, flags: list[str]) -> dict:
         config = json.loads((out / "config.json").read_text())
         pass_at_8 = None
         if not stopped:
-            pass_at_8 = measure_pass_at_8(out)
+            pass_at_8 = measure_pass_at_8(out, eval_flags)
     metrics = {}
     for name in KEPT:
         metrics[name] = [round(row[name], 6) if name in row else None for row in rows]
@@ -304,38 +305,40 @@ def run(cell: Cell, flags: list[str]) -> dict:
     }
 
 
-def measure_pass_at_8(out: Path) -> float:
+def measure_pass_at_8(out: Path, eval_flags: Iterable[str]) -> float:
     """pass@8 of the model of a run, on the first 128 held-out problems at temperature
     1.
     """
     command = [sys.executable, "eval.py", f"--model={out}", f"--out_dir={out}/eval"]
-    command += ["--samples=8", "--limit=128", "--dtype=bfloat16"]
+    command += ["--samples=8", "--limit=128", "--dtype=bfloat16", *eval_flags]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     results = json.loads((out / "eval/results.json").read_text())
     return results["average"]["8"]["value"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--grid", default="reduced", choices=("learning_rate", "reduced", "full")
-    )
-    parser.add_argument("--folder", type=Path, default=Path("experiments/results"))
-    parser.add_argument(
-        "--hours", type=float, default=24, help="start no run after so long"
-    )
-    args = parser.parse_args()
+def run_plan(
+    plan: Callable[[dict[Cell, dict]], list[Cell]],
+    flags_of: Callable[[Cell, dict[Cell, dict]], list[str]],
+    results: Path,
+    hours: float,
+    eval_flags: Iterable[str] = (),
+) -> None:
+    """Run the cells of a plan that have no line in `results` yet, and append theirs.
+
+    `plan` and `flags_of` get the finished runs, those of the other ranks too. Under
+    torchrun each rank takes its share of the cells. SystemExit at the end if runs
+    failed.
+    """
     os.chdir(ROOT)
     # A run that is going on ends with its grid.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rank, world = share_of_machine()
     begin = time.time()
-    results = args.folder / "mismatch.jsonl"
-    args.folder.mkdir(parents=True, exist_ok=True)
+    results.parent.mkdir(parents=True, exist_ok=True)
     failed: set[Cell] = set()
-    while time.time() - begin < args.hours * 3600:
-        done = finished(results)  # the other ranks' runs too
-        cells = plan(args.grid, done)
+    while time.time() - begin < hours * 3600:
+        done = finished(results)
+        cells = plan(done)
         # Each rank takes its share of the plan; rank 0 also what is left when others
         # stop.
         undone = [
@@ -350,7 +353,7 @@ def main() -> None:
             break
         number, cell = undone[0]
         try:
-            row = run(cell, flags_of(cell, done, args.folder))
+            row = run(cell, flags_of(cell, done), eval_flags)
         except (RuntimeError, subprocess.CalledProcessError, KeyError) as error:
             failed.add(cell)  # the other runs are not worse for it
             print(
@@ -367,8 +370,26 @@ def main() -> None:
         )
     if failed:
         sys.exit(
-            f"mismatch.py: {len(failed)} runs failed, as said above; the rest is kept"
+            f"{results}: {len(failed)} runs failed, as said above; the rest is kept"
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--grid", default="reduced", choices=("learning_rate", "reduced", "full")
+    )
+    parser.add_argument("--folder", type=Path, default=Path("experiments/results"))
+    parser.add_argument(
+        "--hours", type=float, default=24, help="start no run after so long"
+    )
+    args = parser.parse_args()
+    run_plan(
+        partial(plan, args.grid),
+        partial(flags_of, folder=args.folder),
+        args.folder / "mismatch.jsonl",
+        args.hours,
+    )
 
 
 if __name__ == "__main__":

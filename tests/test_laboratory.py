@@ -154,7 +154,7 @@ def grid(monkeypatch, tmp_path):
     ran = []
     fails = []
 
-    def run(cell, flags):
+    def run(cell, flags, eval_flags):
         ran.append(cell.mismatch)
         if cell.mismatch in fails:
             raise RuntimeError("train.py failed: no memory")
