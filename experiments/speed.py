@@ -31,15 +31,41 @@ from train import (
     sample_step,
 )
 
-TURNS = 5
-MATRIX = 2048  # rows and columns of the matrices whose product is the ceiling
+TURNS = 3
+# A step of a pretrained model. It learns next to nothing, so that its responses stay as
+# long as they are.
+SIZES = {
+    "cpu": {
+        "task": "recipes/sums-and-products",
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "max_response_tokens": 32,
+        # One optimizer step, as TRL makes by default.
+        "minibatches": 1,
+        "learning_rate": 1e-9,
+        "kv_cache_gb": 1.0,
+    },
+    "cuda": {
+        "task": "recipes/sums-and-products",
+        "prompts_per_step": 16,
+        "group_size": 8,
+        "max_response_tokens": 256,
+        "minibatches": 1,
+        "micro_batch_tokens": 8192,
+        "learning_rate": 1e-9,
+        "kv_cache_gb": 8.0,
+    },
+}
+# Rows and columns of the matrices whose products are the ceiling, and how many of them.
+MATRIX = {"cpu": 2048, "cuda": 8192}
+PRODUCTS = 10
 COPIED = 2**28  # bytes that are copied to measure the memory's rate
 # Tokens of a micro-batch by default, and of a part of it that fits all at once.
 HEAD_TOKENS = 16_384
 PART_TOKENS = 2048
 HEAD_HIDDEN = 576  # SmolLM2-135M's
 VOCABULARIES = (49_152, 151_936)
-# So many micro-batches has an update whose pass for e_B is measured.
+# About so many micro-batches has an update whose pass for e_B is measured.
 MICRO_BATCHES = 4
 # So many operators of a profile are kept, those that take most.
 OPERATORS = 15
@@ -48,6 +74,8 @@ OPERATORS = 15
 def seconds_of(act: Callable[[], Any]) -> float:
     start = time.perf_counter()
     act()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -80,16 +108,29 @@ def ratios(numerators: list[float], denominators: list[float]) -> dict[str, floa
     return spread([numerator / denominator for numerator, denominator in pairs])
 
 
-def measure_machine() -> dict[str, Any]:
+class Products:
+    """Products of large square matrices in one dtype: as fast as the machine gets."""
+
+    def __init__(self, dtype: str, device: str) -> None:
+        rows = MATRIX[device]
+        dtype_of_torch = getattr(torch, dtype)
+        self.matrix = torch.randn(rows, rows, dtype=dtype_of_torch, device=device)
+        self.operations = PRODUCTS * 2 * rows**3
+
+    def __call__(self) -> None:
+        for _ in range(PRODUCTS):
+            self.matrix @ self.matrix
+
+
+def measure_machine(device: str) -> dict[str, Any]:
     """What the machine does at most: products and bytes of memory, a second."""
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
-    for dtype in (torch.float32, torch.bfloat16):
-        matrix = torch.randn(MATRIX, MATRIX, dtype=dtype)
-        seconds = in_turn(product=lambda matrix=matrix: matrix @ matrix)["product"]
-        operations = 2 * MATRIX**3
-        name = str(dtype).removeprefix("torch.")
-        found[f"GFLOP/s, {name}"] = spread([operations / s / 1e9 for s in seconds])
-    source = torch.zeros(COPIED, dtype=torch.uint8)
+    for dtype in ("float32", "bfloat16"):
+        products = Products(dtype, device)
+        seconds = in_turn(products=products)["products"]
+        rates = [products.operations / s / 1e9 for s in seconds]
+        found[f"GFLOP/s, {dtype}"] = spread(rates)
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = in_turn(copy=lambda: target.copy_(source))["copy"]
     # A copy reads and writes.
@@ -98,10 +139,11 @@ def measure_machine() -> dict[str, Any]:
 
 
 def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any]:
-    """Engine.sample beside vLLM that is driven directly.
+    """Engine.sample beside vLLM that is driven directly, with the same noise.
 
     "as asked" has the same log-probabilities, and leaves out what Engine does with
-    them. "bare" asks for none.
+    them. "bare" asks for none. The noise is that of seed 0 for each prompt, so all
+    three sample the same responses.
     """
     from vllm import SamplingParams
 
@@ -118,33 +160,37 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
         engine.llm.reset_prefix_cache()
         engine.llm.generate(asked, sampling, use_tqdm=False)
 
-    def ours() -> None:
-        engine.sample(
+    def ours() -> Rollouts:
+        return engine.sample(
             prompts,
             cfg.group_size,
             [0] * len(prompts),
             max_tokens=cfg.max_response_tokens,
         )
 
+    tokens = int(ours().mask.sum())
     seconds = in_turn(
         ours=ours,
         as_asked=partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True),
         bare=direct,
     )
     return {
-        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "tokens": tokens,
+        "tokens a second": spread([tokens / s for s in seconds["ours"]]),
         "speed beside vLLM as asked": ratios(seconds["as_asked"], seconds["ours"]),
         "speed beside vLLM bare": ratios(seconds["bare"], seconds["ours"]),
     }
 
 
 def measure_update(
-    policy: Policy, rollouts: Rollouts, cfg: Config, ceiling: float
+    policy: Policy, rollouts: Rollouts, cfg: Config, device: str
 ) -> dict[str, Any]:
-    """An optimizer step on all rollouts, in tokens a second and as share of `ceiling`.
+    """An optimizer step on all rollouts, beside the machine's products in its dtype.
 
-    ceiling is in GFLOP/s. A token counts 6 operations a parameter, and tokens are those
-    of prompts and responses: neither padding nor what is computed twice counts.
+    A token counts 6 operations a parameter, and tokens are those of prompts and
+    responses: neither padding nor what is computed twice counts. (The head counts for
+    the tokens of prompts too, where it is not applied.) Also the share of the tokens
+    that would be left if a group's prompt were computed once, not once a response.
     """
     rows = list(range(len(rollouts.text)))
     optimizer, _ = build_optimizer(policy, cfg)
@@ -155,35 +201,90 @@ def measure_update(
         optimizer.step()
         optimizer.zero_grad()
 
-    def sync() -> None:
-        for _ in full_weights(policy):
-            pass
-
-    seconds = in_turn(update=update, sync=sync)
+    products = Products(cfg.dtype, device)
+    seconds = in_turn(update=update, products=products)
     tokens = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).sum())
-    places = rollouts.tokens.numel()
+    repeated = rollouts.prompt_length.sum() * (cfg.group_size - 1) / cfg.group_size
+    places = 0
+    for chosen in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens):
+        places += rollouts.select(chosen).tokens.numel()
     parameters = sum(weight.numel() for weight in policy.parameters())
-    operations = 6 * parameters * tokens
-    gigaflops = [operations / s / 1e9 for s in seconds["update"]]
+    # How long the operations of the update take where they are large products.
+    scale = 6 * parameters * tokens / products.operations
+    at_best = [scale * s for s in seconds["products"]]
     return {
         "tokens": tokens,
         "seconds": spread(seconds["update"]),
         "tokens a second": spread([tokens / s for s in seconds["update"]]),
-        "share of the ceiling": spread([rate / ceiling for rate in gigaflops]),
+        "share of the ceiling": ratios(at_best, seconds["update"]),
         "share of padding": 1 - tokens / places,
-        "seconds to gather the weights": spread(seconds["sync"]),
+        "share left if prompts were shared": float(1 - repeated / tokens),
     }
 
 
-def measure_ess_pass(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[str, Any]:
-    """The pass for e_B where a minibatch has several micro-batches: share of its time.
+def measure_sync(policy: Policy, engine: Engine, dtype: str) -> dict[str, Any]:
+    """The weights into the engine, in seconds, and bytes of the weights a second.
 
-    With a single micro-batch there is no such pass.
+    They leave the policy in `dtype`. A tied head, which goes twice, counts once.
+    """
+
+    def sync() -> None:
+        engine.load_weights(full_weights(policy), version="0")
+
+    def gather() -> None:
+        for _ in full_weights(policy):
+            pass
+
+    parameters = sum(weight.numel() for weight in policy.parameters())
+    total = parameters * getattr(torch, dtype).itemsize
+    seconds = in_turn(sync=sync, gather=gather)
+    return {
+        "bytes": total,
+        "seconds": spread(seconds["sync"]),
+        "seconds to gather the weights": spread(seconds["gather"]),
+        "GB/s": spread([total / s / 1e9 for s in seconds["sync"]]),
+    }
+
+
+def measure_compile(
+    cfg: Config, mesh: DeviceMesh, rollouts: Rollouts
+) -> dict[str, Any]:
+    """The gradient with each layer compiled by torch.compile, beside the one without.
+
+    Two policies, since a compiled one cannot be had back.
+    """
+    rows = list(range(len(rollouts.text)))
+    plain, compiled = (build_policy(cfg.model, mesh, dtype=cfg.dtype) for _ in range(2))
+    for layer in compiled.model.base_model.layers:
+        layer.compile(dynamic=True)
+
+    def gradient(policy: Policy) -> None:
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
+        policy.zero_grad()
+
+    first = seconds_of(partial(gradient, compiled))
+    seconds = in_turn(
+        plain=partial(gradient, plain), compiled=partial(gradient, compiled)
+    )
+    return {
+        "seconds of the first": first,
+        "compiled / plain": ratios(seconds["compiled"], seconds["plain"]),
+    }
+
+
+def measure_ess_pass(
+    policy: Policy, rollouts: Rollouts, cfg: Config, device: str
+) -> dict[str, Any]:
+    """The pass for e_B where a minibatch has several micro-batches.
+
+    As a share of the time of the gradient, the pass included. With a single micro-batch
+    there is no such pass.
     """
     rows = list(range(len(rollouts.text)))
     length = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).max())
     rows_of_each = -(-len(rows) // MICRO_BATCHES)
     several = cfg.model_copy(update={"micro_batch_tokens": rows_of_each * length})
+    micro_batches = rows_of_micro_batches(rollouts, rows, several.micro_batch_tokens)
 
     def gradient() -> None:
         objective = OBJECTIVES["p3o"]
@@ -191,14 +292,13 @@ def measure_ess_pass(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[st
         policy.zero_grad()
 
     def pass_for_ess() -> None:
-        limit = several.micro_batch_tokens
         with torch.no_grad():
-            for chosen in rows_of_micro_batches(rollouts, rows, limit):
-                policy(rollouts.select(chosen))
+            for chosen in micro_batches:
+                policy(rollouts.select(chosen, device))
 
     seconds = in_turn(gradient=gradient, pass_for_ess=pass_for_ess)
     return {
-        "micro-batches": MICRO_BATCHES,
+        "micro-batches": len(micro_batches),
         "share of the update": ratios(seconds["pass_for_ess"], seconds["gradient"]),
     }
 
@@ -229,6 +329,7 @@ def measure_head(vocabulary: int) -> dict[str, Any]:
 
     All at once is measured for PART_TOKENS and scaled to HEAD_TOKENS: all that it holds
     is of size tokens x vocabulary, but for the gradient of the head, which is left out.
+    On the CPU always: the bytes are those of any device.
     """
     head = torch.randn(vocabulary, HEAD_HIDDEN, requires_grad=True)
     head.grad = torch.zeros_like(head)
@@ -262,7 +363,7 @@ def measure_head(vocabulary: int) -> dict[str, Any]:
 
 
 def measure_speed(
-    cfg: Config, mesh: DeviceMesh, machine: dict, engines: list[Engine]
+    cfg: Config, mesh: DeviceMesh, engines: list[Engine]
 ) -> dict[str, Any]:
     """All of the above for one model, in the dtype of cfg.
 
@@ -273,6 +374,7 @@ def measure_speed(
     engine = Engine(
         cfg.model,
         data.longest,
+        dtype=cfg.rollout_dtype,
         top_logprobs=cfg.top_logprobs,
         kv_cache_gb=cfg.kv_cache_gb,
     )
@@ -280,11 +382,12 @@ def measure_speed(
     engine.load_weights(full_weights(policy), version="0")
     rollouts = sample_step(engine, cfg, 1, data.train.prompts)
     add_reward(rollouts, cfg, 1, data.train.problems)
-    ceiling = machine[f"GFLOP/s, {cfg.dtype}"]["median"]
     prompts = data.train.prompts[: cfg.prompts_per_step]
     return {
         "rollout": measure_rollout(engine, cfg, prompts),
-        "update": measure_update(policy, rollouts, cfg, ceiling),
-        "pass for e_B": measure_ess_pass(policy, rollouts, cfg),
+        "update": measure_update(policy, rollouts, cfg, mesh.device_type),
+        "sync": measure_sync(policy, engine, cfg.dtype),
+        "torch.compile": measure_compile(cfg, mesh, rollouts),
+        "pass for e_B": measure_ess_pass(policy, rollouts, cfg, mesh.device_type),
         "profile": profile_update(policy, rollouts, cfg),
     }

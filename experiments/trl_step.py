@@ -1,16 +1,22 @@
-"""Seconds of a step of TRL's GRPOTrainer on CPU, for experiments/bench.py.
+"""A line for each step of TRL's GRPOTrainer, for experiments/bench.py.
 
-    python experiments/trl_step.py MODEL TASK PROMPTS GROUP_SIZE MAX_TOKENS
+    python experiments/trl_step.py MODEL TASK PROMPTS GROUP_SIZE MAX_TOKENS STEPS \\
+        DTYPE GENERATOR
 
-It needs `pip install trl==1.16.0`. transformers generates, everything is in float32,
-and the rewards are made up. Prints the median over the steps after the first.
+It needs `pip install trl==1.16.0`. GENERATOR is transformers or vllm, which then runs
+in the same process. The rewards are made up. A line has the mean length of the step's
+responses; what the line tells beside is when the step ended.
 """
 
-import statistics
+import os
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
+# What vLLM on a CPU reads: GB of its KV cache, and that threads may run on any core.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -19,24 +25,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reward import load_task
 from support.tasks import task_of
 
-STEPS = 5
+# Responses of a forward pass, at most: TRL's logits are of all its positions at once.
+ROWS = 32
 
 
-class Clock(TrainerCallback):
-    """The time at the end of each step."""
+class Printer(TrainerCallback):
+    """A line at the end of each step, when its logs are there."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict | None = None, **more: Any
+    ) -> None:
+        if logs and "completions/mean_length" in logs:
+            tokens = logs["completions/mean_length"]
+            print(f"step {state.global_step} tokens {tokens}", flush=True)
 
-    def on_step_end(self, *arguments, **keywords) -> None:
-        self.times.append(time.perf_counter())
 
-
-def every_other_is_right(completions: list, **columns) -> list[float]:
+def every_other_is_right(completions: list, **columns: Any) -> list[float]:
     return [float(place % 2) for place in range(len(completions))]
 
 
-def main(model: str, task: str, prompts: int, group_size: int, max_tokens: int) -> None:
+def chats_of(task: str) -> list[dict]:
+    """The problems of a task as TRL takes them."""
     instruction = task_of(task).instruction
     chats = []
     for problem in load_task(task, "train"):
@@ -44,33 +53,51 @@ def main(model: str, task: str, prompts: int, group_size: int, max_tokens: int) 
         if instruction:
             content = f"{instruction}\n\n{content}"
         chats.append({"prompt": [{"role": "user", "content": content}]})
-    clock = Clock()
+    return chats
+
+
+def main(
+    model: str,
+    task: str,
+    prompts: int,
+    group_size: int,
+    max_tokens: int,
+    steps: int,
+    dtype: str,
+    generator: str,
+) -> None:
+    responses = prompts * group_size
+    rows = min(ROWS, responses)
     trainer = GRPOTrainer(
         model=model,
         args=GRPOConfig(
             output_dir="runs/trl",
-            per_device_train_batch_size=prompts * group_size,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=responses // rows,
             num_generations=group_size,
             max_completion_length=max_tokens,
-            max_steps=STEPS,
+            max_steps=steps,
             # As ours: its responses stay as long as they are.
             learning_rate=1e-9,
-            use_cpu=True,
-            bf16=False,
+            use_cpu=not torch.cuda.is_available(),
+            # Float32 weights, and products in bfloat16 if that is asked for, as ours.
+            model_init_kwargs={"dtype": "float32"},
+            bf16=dtype == "bfloat16",
             gradient_checkpointing=False,
+            use_vllm=generator == "vllm",
+            vllm_mode="colocate",
+            vllm_max_model_length=512,
+            logging_steps=1,
             save_strategy="no",
             report_to=[],
         ),
-        train_dataset=Dataset.from_list(chats),
+        train_dataset=Dataset.from_list(chats_of(task)),
         reward_funcs=every_other_is_right,
-        callbacks=[clock],
+        callbacks=[Printer()],
     )
     trainer.train()
-    times = clock.times
-    seconds = [times[step] - times[step - 1] for step in range(1, STEPS)]
-    print(statistics.median(seconds))
 
 
 if __name__ == "__main__":
-    model, task, *sizes = sys.argv[1:]
-    main(model, task, *(int(size) for size in sizes))
+    model, task, *sizes, dtype, generator = sys.argv[1:]
+    main(model, task, *(int(size) for size in sizes), dtype, generator)

@@ -1,0 +1,215 @@
+"""The tables of experiments/results/bench.md, from what experiments/bench.py measured.
+
+A cell is a median, with the least and the most in brackets where there are several.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Row = list[str]
+
+
+def format_number(value: float) -> str:
+    """Three digits."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def cell(spread: dict[str, float]) -> str:
+    median, least, most = (
+        format_number(spread[name]) for name in ("median", "least", "most")
+    )
+    return f"{median} [{least}, {most}]"
+
+
+def table(head: Row, rows: list[Row]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table_of_machine(machine: dict[str, Any]) -> str:
+    rows = [
+        [name, cell(value) if isinstance(value, dict) else format_number(value)]
+        for name, value in machine.items()
+    ]
+    return table(["the machine", "at most"], rows)
+
+
+def table_of_speed(models: dict[str, Any]) -> str:
+    """The goals, and each model beside them."""
+
+    def row(title: str, goal: str, value: Callable[[dict], str]) -> Row:
+        return [title, goal, *(value(model) for model in models.values())]
+
+    def of_ess(model: dict) -> str:
+        return cell(model["pass for e_B"]["share of the update"])
+
+    rows = [
+        row(
+            "rollout, tokens a second",
+            "",
+            lambda m: cell(m["rollout"]["tokens a second"]),
+        ),
+        row(
+            "rollout, beside vLLM driven directly, with log-probabilities",
+            "0.97 or more",
+            lambda m: cell(m["rollout"]["speed beside vLLM as asked"]),
+        ),
+        row(
+            "the same, beside vLLM without them",
+            "",
+            lambda m: cell(m["rollout"]["speed beside vLLM bare"]),
+        ),
+        row(
+            "update, share of the products' ceiling in its dtype",
+            "0.60 or more",
+            lambda m: cell(m["update"]["share of the ceiling"]),
+        ),
+        row(
+            "update, tokens a second",
+            "",
+            lambda m: cell(m["update"]["tokens a second"]),
+        ),
+        row(
+            "padding, share of the places",
+            "",
+            lambda m: format_number(m["update"]["share of padding"]),
+        ),
+        row(
+            "tokens left if a group shared its prompt",
+            "",
+            lambda m: format_number(m["update"]["share left if prompts were shared"]),
+        ),
+        row("sync, GB/s", "", lambda m: cell(m["sync"]["GB/s"])),
+        row(
+            "pass for e_B, share of the gradient's time, itself included",
+            "0.33 or less",
+            of_ess,
+        ),
+        row(
+            "torch.compile of the layers, gradient's time beside the plain one's",
+            "",
+            lambda m: cell(m["torch.compile"]["compiled / plain"]),
+        ),
+        row(
+            "and the first gradient, s",
+            "",
+            lambda m: format_number(m["torch.compile"]["seconds of the first"]),
+        ),
+    ]
+    return table(["", "goal", *models], rows)
+
+
+def table_of_heads(heads: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            format_number(head["bytes in chunks"] / 1e9),
+            format_number(head["bytes at once"] / 1e9),
+            format_number(head["ratio"]),
+        ]
+        for name, head in heads.items()
+    ]
+    head = ["vocabulary", "in chunks, GB", "all at once, GB", "ratio (goal: 0.125)"]
+    return table(head, rows)
+
+
+def table_of_arms(arms: dict[str, Any]) -> str:
+    rows = []
+    for name, arm in arms.items():
+        phases = [
+            format_number(arm[phase]) if phase in arm else ""
+            for phase in ("rollout", "update", "sync", "share of the sync")
+        ]
+        tokens = format_number(arm["tokens of a response"])
+        rows.append([name, cell(arm["seconds"]), *phases, tokens])
+    head = ["", "step, s", "rollout, s", "update, s", "sync, s"]
+    return table([*head, "its share (goal: 0.03)", "tokens of a response"], rows)
+
+
+def table_of_ratios(ratios: dict[str, Any]) -> str:
+    rows = [[name, cell(ratio)] for name, ratio in ratios.items()]
+    return table(["of the medians of a round", "ratio"], rows)
+
+
+def table_of_failures(failed: dict[str, str]) -> str:
+    rows = [[name, f"`{why.replace('|', '/')}`"] for name, why in failed.items()]
+    return table(["failed", "with"], rows)
+
+
+def table_of_profile(profile: list[dict[str, Any]]) -> str:
+    rows = [
+        [f"`{row['operator']}`", format_number(100 * row["share"]), str(row["calls"])]
+        for row in profile
+    ]
+    return table(["operator", "% of the time", "calls"], rows)
+
+
+def table_of_kl(exact_kl: dict[str, Any]) -> str:
+    """What K = 20 listed tokens cost, beside none."""
+    rows = []
+    for name, found in exact_kl.items():
+        peak = "peak bytes of the gradient"
+        cells = [
+            cell(
+                {
+                    "median": found[phase]["ratio of processor seconds"],
+                    "least": found[phase]["ratios"][0],
+                    "most": found[phase]["ratios"][-1],
+                }
+            )
+            for phase in ("rollout", "gradient")
+        ]
+        memory = found["K = 20"][peak] / found["K = 0"][peak]
+        rows.append([name, *cells, f"{memory:.4f}"])
+    head = ["K = 20 / K = 0", "rollout, processor time", "gradient, processor time"]
+    return table([*head, "gradient, peak memory"], rows)
+
+
+def made_by(part: dict[str, Any]) -> str:
+    """What measured a part, and on what."""
+    versions = ", ".join(
+        f"{name} {number}" for name, number in part["versions"].items()
+    )
+    return f"`python {part['command']}` on {part['machine']}: {versions}."
+
+
+def report(results: dict[str, Any]) -> str:
+    """All of it as a page."""
+    sections = ["# The benchmark"]
+    if "steps" in results:
+        steps = results["steps"]
+        sections += [
+            "## Whole steps",
+            made_by(steps),
+            f"Every command ran {steps['rounds']} times, in turn. A step lasts from "
+            "the line that a trainer prints to the next one.",
+            table_of_arms(steps["arms"]),
+            table_of_ratios(steps["ratios"]),
+        ]
+        if steps["failed"]:
+            sections.append(table_of_failures(steps["failed"]))
+    if "speed" in results:
+        speed = results["speed"]
+        sections += [
+            "## Beside what is possible",
+            made_by(speed),
+            table_of_machine(speed["machine's rates"]),
+            table_of_speed(speed["models"]),
+            "## Memory of log pi_theta and its gradient",
+            table_of_heads(speed["heads"]),
+        ]
+        for name, model in speed["models"].items():
+            sections += [
+                f"## Where the time of a gradient goes: {name}",
+                table_of_profile(model["profile"]),
+            ]
+    if "exact KL" in results:
+        exact_kl = results["exact KL"]
+        sections += [
+            "## What the K tokens of the KL cost",
+            made_by(exact_kl),
+            table_of_kl(exact_kl["models"]),
+        ]
+    return "\n\n".join(sections) + "\n"

@@ -1,0 +1,211 @@
+"""Seconds of whole training steps, of train.py and of TRL's GRPOTrainer in turn.
+
+experiments/bench.py runs this and writes what it finds. Each arm is a command in a
+process of its own, which prints a line a step. A step lasts from one line to the next,
+for both trainers. The arms run one after the other, REPEATS times round, so that
+neighbors on a shared machine disturb all of them alike.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.speed import SIZES, ratios, spread
+from support.log import PHASES
+
+ROOT = Path(__file__).resolve().parents[1]
+TRL_STEP = ROOT / "experiments/trl_step.py"
+REPEATS = 2
+# Steps that are not counted: they compile.
+WARM_UP = 2
+# Steps that are counted, of the embedded default and of a pretrained model.
+COUNTED_OF_TINY, COUNTED = 14, 3
+
+Arm = Callable[[], dict[str, Any]]
+
+
+class Failed(Exception):
+    """A command that failed; says how."""
+
+
+def lines_of(command: list[str]) -> list[tuple[float, str]]:
+    """Run a command: the lines that it prints of steps, each with its time in seconds.
+
+    Raises Failed, with the last line that names an error.
+    """
+    lines = []
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True
+        )
+        for line in process.stdout:
+            if line.startswith("step "):
+                lines.append((time.perf_counter(), line))
+        status = process.wait()
+        said.seek(0)
+        complaints = [line.strip() for line in said if "Error" in line]
+    if status != 0:
+        raise Failed((complaints or [f"exit status {status}"])[-1])
+    return lines
+
+
+def seconds_between(lines: list[tuple[float, str]]) -> list[float]:
+    return [later - earlier for (earlier, _), (later, _) in itertools.pairwise(lines)]
+
+
+def run_train(
+    counted: int, settings: dict[str, Any], ranks: int = 1, cores: int = 0
+) -> dict[str, Any]:
+    """The seconds of each step of train.py, and of each phase in the middle.
+
+    On all cores, or on the first `cores` of them.
+    """
+    # The last step does not count either, as it evaluates.
+    steps = WARM_UP + counted + 1
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={ranks}", "train.py"),
+            *(f"--steps={steps}", f"--out_dir={out}", "--eval_every=0"),
+            *("--eval_problems=8", *flags),
+        ]
+        if cores > 0:
+            chosen = sorted(os.sched_getaffinity(0))[:cores]
+            command = ["taskset", "--cpu-list", ",".join(map(str, chosen)), *command]
+        lines = lines_of(command)
+        rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    # The first line is of step 0, before training.
+    seconds = seconds_between(lines)[WARM_UP:-1]
+    rows = rows[1 + WARM_UP : -1]
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "tokens of a response": statistics.mean(row["response_tokens"] for row in rows),
+    }
+    for phase in PHASES:
+        found[phase] = statistics.median(row[f"{phase}_seconds"] for row in rows)
+    return found
+
+
+def run_trl(
+    model: str, sizes: dict[str, Any], dtype: str, generator: str
+) -> dict[str, Any]:
+    """The seconds of each step of TRL's GRPOTrainer.
+
+    `generator` is transformers or vllm.
+    """
+    command = [sys.executable, str(TRL_STEP), model, sizes["task"]]
+    for name in ("prompts_per_step", "group_size", "max_response_tokens"):
+        command.append(str(sizes[name]))
+    # As many steps as train.py has, so that the last one is left out here too.
+    lines = lines_of([*command, str(WARM_UP + COUNTED + 1), dtype, generator])
+    lengths = [float(line.split()[-1]) for _, line in lines]
+    return {
+        # The first line is of step 1.
+        "seconds": seconds_between(lines)[WARM_UP - 1 : -1],
+        "tokens of a response": statistics.mean(lengths[WARM_UP:-1]),
+    }
+
+
+def arms_of_tiny(cores: int) -> dict[str, Arm]:
+    """The embedded default, and how it scales from a rank of one core to two.
+
+    Strong scaling has the same batch for both, weak scaling half of it for one rank.
+    """
+    run = partial(run_train, COUNTED_OF_TINY)
+    arms: dict[str, Arm] = {"tiny": partial(run, {})}
+    if cores > 1 and not torch.cuda.is_available():
+        half = {"prompts_per_step": 16}
+        arms["tiny, 2 ranks"] = partial(run, {}, ranks=2, cores=2)
+        arms["tiny, 1 core"] = partial(run, {}, cores=1)
+        arms["tiny, 1 core, half the batch"] = partial(run, half, cores=1)
+    return arms
+
+
+def arms_of_model(model: str, trl: bool) -> dict[str, Arm]:
+    """A pretrained model in both dtypes, beside TRL in the same ones.
+
+    Both trainers have weights in float32, and compute and generate in the dtype. vLLM
+    under TRL has that of the model's folder.
+    """
+    sizes = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+    if Path(model).exists():
+        model = str(Path(model).resolve())
+    arms: dict[str, Arm] = {}
+    for dtype in ("float32", "bfloat16"):
+        dtypes = {"dtype": dtype, "rollout_dtype": dtype}
+        settings = sizes | {"model": model} | dtypes
+        arms[f"ours, {dtype}"] = partial(run_train, COUNTED, settings)
+        if trl:
+            for generator in ("transformers", "vllm"):
+                arm = partial(run_trl, model, sizes, dtype, generator)
+                arms[f"TRL with {generator}, {dtype}"] = arm
+    return arms
+
+
+def measure_steps(model: str, trl: bool) -> dict[str, Any]:
+    """All arms, and the ratios of those that belong together, of each round."""
+    arms = arms_of_tiny(len(os.sched_getaffinity(0)))
+    if model:
+        arms |= arms_of_model(model, trl)
+    runs: dict[str, list[dict]] = {name: [] for name in arms}
+    failed: dict[str, str] = {}
+    for number in range(REPEATS):
+        # No arm is always the first one.
+        for name in arms if number % 2 == 0 else reversed(arms):
+            if name in failed:
+                continue
+            try:
+                runs[name].append(arms[name]())
+            except Failed as error:
+                failed[name] = str(error)
+            print(f"{name}: {runs[name][-1:]}", file=sys.stderr, flush=True)
+    found: dict[str, Any] = {"rounds": REPEATS, "failed": failed, "arms": {}}
+    medians = {}
+    for name, of_arm in runs.items():
+        if name not in failed:
+            found["arms"][name] = summary(of_arm)
+            medians[name] = [statistics.median(run["seconds"]) for run in of_arm]
+    found["ratios"] = compare(medians)
+    return found
+
+
+def compare(medians: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """The ratios of arms that belong together, from the medians of each round."""
+    found = {}
+    if "tiny, 2 ranks" in medians:
+        one, two = medians["tiny, 1 core"], medians["tiny, 2 ranks"]
+        half = medians["tiny, 1 core, half the batch"]
+        found["1 rank / 2 ranks, the same batch (at best 2)"] = ratios(one, two)
+        found["1 rank, half the batch / 2 ranks (at best 1)"] = ratios(half, two)
+    for name in medians:
+        ours = f"ours, {name.split()[-1]}"
+        if name.startswith("TRL") and ours in medians:
+            found[f"{ours} / {name} (goal: 0.33)"] = ratios(
+                medians[ours], medians[name]
+            )
+    return found
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the runs of an arm: the spread of all their steps, and the median phases."""
+    seconds = [second for run in runs for second in run["seconds"]]
+    found: dict[str, Any] = {"seconds": spread(seconds)}
+    for name in runs[0]:
+        if name != "seconds":
+            found[name] = statistics.median(run[name] for run in runs)
+    if "sync" in found:
+        found["share of the sync"] = found["sync"] / found["seconds"]["median"]
+    return found
