@@ -39,15 +39,21 @@ class Failed(Exception):
     """A command that failed; says how."""
 
 
-def lines_of(command: list[str]) -> list[tuple[float, str]]:
+def lines_of(command: list[str], **environment: str) -> list[tuple[float, str]]:
     """Run a command: the lines that it prints of steps, each with its time in seconds.
 
-    Raises Failed, with the last line that names an error.
+    `environment` is beside this process's. Raises Failed, with the last line that names
+    an error.
     """
     lines = []
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
         )
         for line in process.stdout:
             if line.startswith("step "):
@@ -65,7 +71,11 @@ def seconds_between(lines: list[tuple[float, str]]) -> list[float]:
 
 
 def run_train(
-    counted: int, settings: dict[str, Any], ranks: int = 1, cores: int = 0
+    counted: int,
+    settings: dict[str, Any],
+    ranks: int = 1,
+    cores: int = 0,
+    **environment: str,
 ) -> dict[str, Any]:
     """The seconds of each step of train.py, and of each phase in the middle.
 
@@ -85,7 +95,7 @@ def run_train(
         if cores > 0:
             chosen = sorted(os.sched_getaffinity(0))[:cores]
             command = ["taskset", "--cpu-list", ",".join(map(str, chosen)), *command]
-        lines = lines_of(command)
+        lines = lines_of(command, **environment)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     # The first line is of step 0, before training.
     seconds = seconds_between(lines)[WARM_UP:-1]
@@ -129,6 +139,8 @@ def arms_of_tiny(cores: int) -> dict[str, Arm]:
     if cores > 1 and not torch.cuda.is_available():
         half = {"prompts_per_step": 16}
         arms["tiny, 2 ranks"] = partial(run, {}, ranks=2, cores=2)
+        # Threads that stay on their core, of trainer and engine.
+        arms["tiny, threads bound"] = partial(run, {}, OMP_PROC_BIND="true")
         arms["tiny, 1 core"] = partial(run, {}, cores=1)
         arms["tiny, 1 core, half the batch"] = partial(run, half, cores=1)
     return arms
