@@ -10,7 +10,8 @@ time the same command with --resume goes on. After every step of either the resi
 memory of its process and the size of its out_dir are noted.
 
 It asks three things. Is memory flat? Its slope is that of means over blocks of steps,
-which are nearly independent, with the 95% interval of Student's t. Is what a run leaves
+which are nearly independent, with the 95% interval of Student's t, after the first
+tenth of the steps and after the first half. Is what a run leaves
 on the disk bounded? And has the killed run the metrics of the other one, all lines bit
 for bit, but for the seconds and the memory that they took?
 
@@ -40,7 +41,6 @@ from scipy.stats import linregress, t
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments/results/soak"
 LOOK_EVERY = 0.05  # seconds; a step of the default takes one or two
-WARM_UP = 0.1  # of the steps: allocators and caches fill in the first ones
 BLOCKS = 20  # of steps, whose means the slope is of
 # What differs between two runs of the same thing.
 OF_THE_MACHINE = ("_seconds", "_per_second", "peak_memory_gb")
@@ -214,16 +214,12 @@ def first_difference(alone: Path, killed: Path) -> str | None:
     return None
 
 
-def slope_of(notes: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    """How resident memory grows: MB of 2^20 bytes per 1,000 steps, after the warm-up.
+def slope_of(notes: list[dict[str, Any]], first: float) -> dict[str, float]:
+    """How resident memory grows after step `first`: MB of 2^20 bytes per 1,000 steps.
 
     With the ends of its 95% interval.
     """
-    after = [
-        note
-        for note in notes
-        if note["step"] > WARM_UP * steps and note["resident"] > 0
-    ]
+    after = [note for note in notes if note["step"] > first and note["resident"] > 0]
     blocks = np.array_split(
         np.array([[note["step"], note["resident"] / 2**20] for note in after]),
         min(BLOCKS, len(after) // 2),
@@ -251,7 +247,9 @@ def summary(arguments: argparse.Namespace, folder: Path, kills: list[Kill]) -> d
         "kills": [kill._asdict() for kill in kills],
         "killed_at": [life["step"] for life in lives[:-1]],
         "steps_done_again": len(killed) - len({note["step"] for note in killed}),
-        "resident_slope": slope_of(alone, arguments.steps),
+        # Allocators and caches fill in the first steps.
+        "resident_slope": slope_of(alone, 0.1 * arguments.steps),
+        "resident_slope_of_second_half": slope_of(alone, 0.5 * arguments.steps),
         "resident_mb_at_most": {
             "alone": max(note["resident"] for note in alone) / 2**20,
             "killed": max(note["resident"] for note in killed) / 2**20,
@@ -289,13 +287,13 @@ def draw(folder: Path, found: dict[str, Any], path: Path) -> None:
             linestyle="-" if name == "alone" else "--",
             label=name,
         )
-    slope = found["resident_slope"]
+    slope = found["resident_slope_of_second_half"]
     memory.set(
         title=f"resident memory, MB: {slope['mb_per_1000_steps']:+.1f} "
-        f"[{slope['low']:+.1f}, {slope['high']:+.1f}] per 1,000 steps",
+        f"[{slope['low']:+.1f}, {slope['high']:+.1f}] per 1,000 steps of the 2nd half",
         ylim=(0, None),
     )
-    memory.title.set_fontsize(9)
+    memory.title.set_fontsize(8)
     disk.set_title("out_dir without its logs, MB", fontsize=9)
     disk.set_ylim(0, None)
     accuracy.set_title("greedy held-out accuracy", fontsize=9)

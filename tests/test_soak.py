@@ -20,7 +20,7 @@ def test_the_kills_are_a_function_of_the_seed_and_come_when_there_is_a_checkpoin
     assert steps[-1] < 200
 
 
-def test_the_slope_of_memory_is_that_after_the_warm_up_with_an_interval_around_it():
+def test_the_slope_of_memory_is_that_after_a_step_with_an_interval_around_it():
     # 1,000 MB and 0.02 MB a step; in each block of steps twice 5 MB more or less. The
     # first tenth of the steps has another slope.
     notes = []
@@ -29,7 +29,7 @@ def test_the_slope_of_memory_is_that_after_the_warm_up_with_an_interval_around_i
         if step < 100:
             resident = 10 * step
         notes.append({"step": step, "resident": resident * 2**20})
-    slope = slope_of(notes, steps=1000)
+    slope = slope_of(notes, first=100)
     assert slope["low"] < 20 < slope["high"]
     assert slope["mb_per_1000_steps"] == pytest.approx(20, abs=3)
     assert slope["intercept_mb"] == pytest.approx(1000, abs=3)
