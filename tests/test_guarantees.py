@@ -1,6 +1,7 @@
 """docs/guarantees.md: every test that it names exists, and takes as long as it says."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -48,6 +49,23 @@ def test_a_guarantee_whose_test_is_slow_says_so() -> None:
         has_slow_test = any(is_slow(word) for word in words if "::" in word)
         says_so = re.search(r"\([^)]*slow\.\)", paragraph, re.IGNORECASE)
         assert has_slow_test == (says_so is not None), paragraph
+
+
+def test_the_soak_found_what_is_said_of_it() -> None:
+    results = ROOT / "experiments/results/soak/soak.json"
+    found = json.loads(results.read_text())
+    assert found["steps"] == 2000
+    assert len(found["killed_at"]) == 20
+    assert found["first_difference_of_metrics"] is None
+    assert found["same_model"]
+    assert max(found["disk_mb_at_most"].values()) < 23
+    assert f"{found['log_bytes_per_step'] / 1000:.1f} kB a step" in GUARANTEES
+    whole, half = found["resident_slope"], found["resident_slope_of_second_half"]
+    change, low, high = (half[name] for name in ("mb_per_1000_steps", "low", "high"))
+    assert f"{change:.0f} MB per 1,000 steps" in GUARANTEES
+    assert f"(95% interval {low:.0f} to {high:+.0f})" in GUARANTEES
+    change, low, high = (whole[name] for name in ("mb_per_1000_steps", "low", "high"))
+    assert f"that is {change:+.0f} ({low:.0f} to {high:.0f})" in GUARANTEES
 
 
 def test_the_commands_are_tests_and_the_soak() -> None:
