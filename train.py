@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import defaultdict, deque
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -464,6 +464,16 @@ def compute_logp_prox(policy: Policy, rollouts: Rollouts, cfg: Config) -> torch.
     return logp_prox
 
 
+def furthest_response(policy: Policy, rollouts: Rollouts, cfg: Config) -> str:
+    """The text of this rank's response with the largest |log rho|. A collective."""
+    log_ratio = compute_logp_prox(policy, rollouts, cfg) - rollouts.logp_behavior
+    # A pass without gradient leaves the root gathered, with weights that the optimizer
+    # is about to make old.
+    policy.reshard()
+    furthest = (log_ratio.abs() * rollouts.mask).amax(dim=1).argmax()
+    return rollouts.text[int(furthest)]
+
+
 def update(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
@@ -492,7 +502,8 @@ def update(
             if not math.isfinite(stats["grad_norm"]):
                 raise FloatingPointError(f"step {step}: the gradient is not finite")
             if not history:
-                check_on_policy(cfg, stats, step, is_first)
+                furthest = partial(furthest_response, policy, rollouts, cfg)
+                check_on_policy(cfg, stats, step, is_first, furthest)
             stats["learning_rate"] = schedule.get_last_lr()[0]
             optimizer.step()
             schedule.step()

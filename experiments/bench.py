@@ -6,10 +6,10 @@
 
 The first line measures the embedded default, the others a pretrained model as well, on
 two cores SmolLM2 (its folder is made by experiments/smollm2.py), beside TRL's
-GRPOTrainer (pip install trl==1.16.0). Seconds depend on the machine, and ratios hardly:
-what is compared runs in turn, and a ratio is the median of those of each turn. The
-results go to experiments/results/bench.json, where a part that did not run stays as it
-was, and as tables to bench.md beside it.
+GRPOTrainer (pip install trl==1.16.0 accelerate). Seconds depend on the machine, and
+ratios hardly: what is compared runs in turn, and a ratio is the median of those of each
+turn. The results go to experiments/results/bench.json, where a part that did not run
+stays as it was, and as tables to bench.md beside it.
 """
 
 import json

@@ -27,6 +27,7 @@ import random
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -235,6 +236,16 @@ def slope_of(notes: list[dict[str, Any]], first: float) -> dict[str, float]:
     }
 
 
+def means_of_100_steps(notes: list[dict[str, Any]]) -> list[float]:
+    """Mean resident memory in MB of 2^20 bytes of steps 1 to 100, 101 to 200, ..."""
+    blocks: dict[int, list[float]] = {}
+    for note in notes:
+        if note["step"] > 0 and note["resident"] > 0:
+            block = blocks.setdefault((note["step"] - 1) // 100, [])
+            block.append(note["resident"] / 2**20)
+    return [round(statistics.mean(block), 1) for block in blocks.values()]
+
+
 def summary(arguments: argparse.Namespace, folder: Path, kills: list[Kill]) -> dict:
     """What the soak has found, for soak.json."""
     alone = read_notes(folder / "alone.jsonl")
@@ -250,6 +261,7 @@ def summary(arguments: argparse.Namespace, folder: Path, kills: list[Kill]) -> d
         # Allocators and caches fill in the first steps.
         "resident_slope": slope_of(alone, 0.1 * arguments.steps),
         "resident_slope_of_second_half": slope_of(alone, 0.5 * arguments.steps),
+        "resident_mb_of_100_steps": means_of_100_steps(alone),
         "resident_mb_at_most": {
             "alone": max(note["resident"] for note in alone) / 2**20,
             "killed": max(note["resident"] for note in killed) / 2**20,

@@ -3,9 +3,9 @@
     python experiments/trl_step.py MODEL TASK PROMPTS GROUP_SIZE MAX_TOKENS STEPS \\
         DTYPE GENERATOR
 
-It needs `pip install trl==1.16.0`. GENERATOR is transformers or vllm, which then runs
-in the same process. The rewards are made up. A line has the mean length of the step's
-responses; what the line tells beside is when the step ended.
+It needs `pip install trl==1.16.0 accelerate`. GENERATOR is transformers or vllm, which
+then runs in the same process. The rewards are made up. A line has the mean length of
+the step's responses; what the line tells beside is when the step ended.
 """
 
 import os

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -94,15 +94,19 @@ def check_tensor_parallel(rollout_tp: int) -> None:
 
 
 def check_on_policy(
-    cfg: Any, stats: dict[str, float], step: int, is_first: bool
+    cfg: Any,
+    stats: dict[str, float],
+    step: int,
+    is_first: bool,
+    furthest_response: Callable[[], str],
 ) -> None:
     """Compare engine and trainer on a batch that should be on-policy.
 
     Where no mismatch was asked for, the ratios before an update differ from 1 by
     rounding. If most of them are not near 1, the first step of a run raises Refused;
-    later, when there is something to lose, it is a warning. A single token decides
-    nothing: `stats` has e_B and the mean ratio without the outer 1% of the tokens at
-    each end.
+    later, when there is something to lose, it is a warning, with the furthest response.
+    A single token decides nothing: `stats` has e_B and the mean ratio without the outer
+    1% of the tokens at each end. A collective if there is something to complain of.
     """
     samples_fully = cfg.top_p == 1 and cfg.top_k == 0
     same_temperature = cfg.temperature == cfg.policy_temperature
@@ -120,5 +124,10 @@ def check_on_policy(
     )
     if is_first:
         raise Refused(complaint)
+    text = furthest_response()
     if dist.get_rank() == 0:
-        print(f"warning: {complaint}", file=sys.stderr, flush=True)
+        print(
+            f"warning: {complaint}; furthest off is the response {text!r}",
+            file=sys.stderr,
+            flush=True,
+        )

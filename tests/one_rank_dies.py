@@ -1,11 +1,12 @@
-"""Runs of two ranks, of which rank 1 is killed in the middle of a phase.
+"""Runs of two ranks, of which one is killed in the middle of a phase.
 
-    python tests/one_rank_dies.py FOLDER NODES PHASE ...
+    python tests/one_rank_dies.py FOLDER NODES KILLED PHASE ...
 
 NODES is 1 or 2: the ranks are on one node or each is on a node of its own. The phases
-are those of lives.py; rank 1 sends itself SIGKILL in the second step. No torchrun is
-there that would end the other one. Prints a JSON object, for each phase: {"code": rank
-0's exit code, "printed": what it printed, "seconds": how long it outlived rank 1}.
+are those of lives.py; rank KILLED, 0 or 1, sends itself SIGKILL in the second step. No
+torchrun is there that would end the other one. Prints a JSON object, for each phase:
+{"code": the other one's exit code, "printed": what it printed, "seconds": how long it
+outlived the killed one}.
 """
 
 import json
@@ -56,28 +57,31 @@ def begin_two_ranks(
     return processes
 
 
-def outlive(folder: Path, nodes: int, phase: str) -> dict:
-    """A run of two ranks; what became of rank 0."""
-    blows = [None, ["SIGKILL", phase, 2]]
-    rank_0, rank_1 = begin_two_ranks(folder, FLAGS, nodes, blows)
-    assert exit_code(rank_1) == -9, (folder / "printed-1").read_text()
+def outlive(folder: Path, nodes: int, killed: int, phase: str) -> dict:
+    """A run of two ranks, of which one is killed; what became of the other one."""
+    other = 1 - killed
+    blows: list[list | None] = [None, None]
+    blows[killed] = ["SIGKILL", phase, 2]
+    processes = begin_two_ranks(folder, FLAGS, nodes, blows)
+    status = exit_code(processes[killed])
+    assert status == -9, (folder / f"printed-{killed}").read_text()
     killed_at = time.monotonic()
-    code = exit_code(rank_0)
+    code = exit_code(processes[other])
     return {
         "code": code,
-        "printed": (folder / "printed-0").read_text(),
+        "printed": (folder / f"printed-{other}").read_text(),
         "seconds": time.monotonic() - killed_at,
     }
 
 
-def main(folder: Path, nodes: int, phases: list[str]) -> None:
+def main(folder: Path, nodes: int, killed: int, phases: list[str]) -> None:
     ends = {}
     for phase in phases:
         of_phase = folder / phase
         of_phase.mkdir()
-        ends[phase] = outlive(of_phase, nodes, phase)
+        ends[phase] = outlive(of_phase, nodes, killed, phase)
     print(json.dumps(ends))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -60,6 +60,11 @@ def test_the_soak_found_what_is_said_of_it() -> None:
     assert found["same_model"]
     assert max(found["disk_mb_at_most"].values()) < 23
     assert f"{found['log_bytes_per_step'] / 1000:.1f} kB a step" in GUARANTEES
+    by_100_steps = found["resident_mb_of_100_steps"]
+    settled = round(max(by_100_steps))
+    assert f"within 700\nsteps, at {settled:,} MB" in GUARANTEES
+    # But for the first 700 steps, and the last 100.
+    assert all(abs(mean - settled) < 5 for mean in by_100_steps[7:-1])
     whole, half = found["resident_slope"], found["resident_slope_of_second_half"]
     change, low, high = (half[name] for name in ("mb_per_1000_steps", "low", "high"))
     assert f"{change:.0f} MB per 1,000 steps" in GUARANTEES

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from policy import Policy, build_policy, full_weights
 from rollout import Engine
 from support.flags import Refused
-from support.probe import FACTOR, NATS, SyncProbe
+from support.probe import SyncProbe
 
 # vLLM fuses the first two with their neighbors, and an error there is of a part.
 IN_FUSED_LAYERS = [
@@ -107,7 +107,6 @@ def test_the_probe_notices_a_tensor_that_was_lost_without_a_word(name, synced, p
     engine.load_weights(with_another(full_weights(policy)), version="2")
     with pytest.raises(Refused, match="step 10: after the sync, engine and trainer"):
         probe.check(engine, policy, step=10)
-    assert probe.distance(engine, policy) > FACTOR * probe.at_start + NATS
 
 
 def test_an_engine_of_another_model_is_refused_at_the_start(
@@ -120,17 +119,19 @@ def test_an_engine_of_another_model_is_refused_at_the_start(
         SyncProbe(engine, policy, prompts)
 
 
-@pytest.mark.parametrize(
-    "mismatch",
-    [
-        [],
-        ["--lag=1"],
-        ["--top_p=0.9"],
-        ["--temperature=1.3"],
-        ["--rollout_quantization=fp8_per_channel"],
-    ],
-    ids=["on-policy", "lag", "top-p", "temperature", "fp8"],
-)
+# In a run
+
+MISMATCHES = [
+    [],
+    ["--lag=1"],
+    ["--top_p=0.9"],
+    ["--temperature=1.3"],
+    ["--rollout_quantization=fp8_per_channel"],
+]
+NAMES = ["on-policy", "lag", "top-p", "temperature", "fp8"]
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES, ids=NAMES)
 def test_a_run_whose_sync_breaks_stops_in_every_setting(
     mismatch, train_here, monkeypatch
 ):
@@ -150,6 +151,27 @@ def test_a_run_whose_sync_breaks_stops_in_every_setting(
     monkeypatch.setattr("train.PROBE_EVERY", 2)
     with pytest.raises(Refused, match="step 2: after the sync, engine and trainer"):
         train_here("--steps=3", "--prompts_per_step=4", *mismatch)
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES, ids=NAMES)
+def test_a_run_whose_engine_keeps_its_first_weights_without_a_word_stops(
+    mismatch, train_here, monkeypatch
+):
+    load_weights = Engine.load_weights
+
+    def keeps_the_first(engine: Engine, weights: Iterator, version: str) -> None:
+        if version == "0":
+            load_weights(engine, weights, version)
+        else:
+            engine.llm.update_weight_version(version)
+
+    monkeypatch.setattr(Engine, "load_weights", keeps_the_first)
+    # Long before such an engine is off by 0.1 nats: it stays behind by all that the
+    # policy moves.
+    with pytest.raises(
+        Refused, match="after the sync, engine and trainer differ by 0.0"
+    ):
+        train_here("--steps=20", "--prompts_per_step=4", "--eval_every=0", *mismatch)
 
 
 # The prefix cache

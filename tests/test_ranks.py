@@ -76,13 +76,21 @@ def test_an_error_that_a_traceback_tells_more_about_keeps_it():
 # One rank is killed
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-node", "two-nodes"])
-def outlived(request, tmp_path_factory) -> tuple[Path, dict[str, dict]]:
-    """Two ranks, of which rank 1 is killed in step 2, by the phase: (folder, ends)."""
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1), (2, 1), (1, 0)],
+    ids=["one-node", "two-nodes", "rank-0"],
+)
+def outlived(request, tmp_path_factory) -> tuple[Path, int, dict[str, dict]]:
+    """Two ranks, of which one is killed in step 2: (folder, that rank, ends by phase).
+
+    Rank 0 holds the store by which the ranks found each other.
+    """
     folder = tmp_path_factory.mktemp("ranks")
+    nodes, killed = request.param
     phases = ["rollout", "update", "sync", "save"]
-    ends = json_of("one_rank_dies.py", str(folder), str(request.param), *phases)
-    return folder, ends
+    ends = json_of("one_rank_dies.py", str(folder), str(nodes), str(killed), *phases)
+    return folder, killed, ends
 
 
 @pytest.mark.slow
@@ -90,14 +98,14 @@ def outlived(request, tmp_path_factory) -> tuple[Path, dict[str, dict]]:
 def test_if_one_rank_is_killed_the_other_ends_within_a_minute_with_a_sentence(
     phase, outlived
 ):
-    folder, ends = outlived
+    folder, killed, ends = outlived
     end = ends[phase]
     assert end["code"] == 1, end["printed"]
     assert end["seconds"] < 60
     *_, last_line = end["printed"].splitlines()
     assert last_line in (
         "train.py: another rank has ended, and so does this one",
-        "train.py: rank 1 has ended, and so does this one",
+        f"train.py: rank {killed} has ended, and so does this one",
     )
     assert "Traceback" not in end["printed"]
     # The checkpoint of the step before is there.

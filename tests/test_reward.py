@@ -249,6 +249,7 @@ GSM8K = [
     # another number than its digits
     ("18", "#### 18 million", WRONG),
     ("18", "#### 18 thousand", WRONG),
+    ("18", "#### 18 dozen", WRONG),
     ("18", r"\boxed{18\text{ million}}", WRONG),
     ("18", "#### 18x", WRONG),
     ("18", "#### 18 x", WRONG),
@@ -263,6 +264,7 @@ GSM8K = [
     ("1800", r"\boxed{1,\!800}", RIGHT),
     ("1800", r"\boxed{1\,800}", RIGHT),
     ("1800", "#### $1,800.00", RIGHT),
+    ("1800", "#### 1 800", RIGHT),
     ("1", "#### 1,80", WRONG),
     ("18", r"\boxed{18\,\text{dollars}}", RIGHT),
     ("18", r"\boxed{\text{18}}", RIGHT),
@@ -271,6 +273,9 @@ GSM8K = [
     ("18", "#### **18**", RIGHT),
     ("18", "#### **$18**", RIGHT),
     ("18", "#### $18$", RIGHT),
+    ("18", r"#### \$18", RIGHT),
+    ("18", "#### 17\nNo: #### 18", RIGHT),
+    ("18", "#### 18\nNo: #### 17", WRONG),
     ("18", r"#### \(18\)", RIGHT),
     ("-18", "#### -$18", RIGHT),
     ("-18", "#### −18", RIGHT),
@@ -304,6 +309,11 @@ def verdicts():
     asked += [("5", completion) for completion, _ in PLACES]
     rewards = score([text for _, text in asked], [gold for gold, _ in asked])
     return dict(zip(asked, rewards, strict=True))
+
+
+def test_a_capital_letter_needs_no_braces():
+    completions = [r"It is $\boxed A$.", r"It is $\boxed B$."]
+    assert score(completions, ["A", "A"]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("gold, answer, expected", MATH)

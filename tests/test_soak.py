@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from experiments.soak import first_difference, last_step, moments, slope_of
+from experiments.soak import (
+    first_difference,
+    last_step,
+    means_of_100_steps,
+    moments,
+    slope_of,
+)
 
 
 def test_the_kills_are_a_function_of_the_seed_and_come_when_there_is_a_checkpoint():
@@ -33,6 +39,12 @@ def test_the_slope_of_memory_is_that_after_a_step_with_an_interval_around_it():
     assert slope["low"] < 20 < slope["high"]
     assert slope["mb_per_1000_steps"] == pytest.approx(20, abs=3)
     assert slope["intercept_mb"] == pytest.approx(1000, abs=3)
+
+
+def test_memory_is_also_told_by_100_steps():
+    notes = [{"step": step, "resident": step * 2**20} for step in range(201)]
+    # The means of 1 to 100 and of 101 to 200.
+    assert means_of_100_steps(notes) == [50.5, 150.5]
 
 
 def write_metrics(out: Path, rows: list[dict]) -> None:

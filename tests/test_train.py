@@ -39,6 +39,7 @@ from support.flags import OneRankFailed, Refused
 from train import (
     Config,
     accumulate_gradient,
+    furthest_response,
     problems_of_step,
     ratio_statistics,
     update,
@@ -513,7 +514,7 @@ def test_one_outlier_does_not_end_a_healthy_run():
     assert stats["ratio"] == pytest.approx(3.98, rel=0.01)
     assert stats["ess_central"] > 0.999
     assert stats["ratio_central"] == pytest.approx(1, abs=0.01)
-    check_on_policy(Config(), stats, step=1, is_first=True)
+    check_on_policy(Config(), stats, step=1, is_first=True, furthest_response=str)
 
 
 @pytest.mark.parametrize(
@@ -531,12 +532,15 @@ def test_a_batch_that_should_be_on_policy_and_is_not_ends_a_run_in_its_first_ste
 ):
     stats = ratio_statistics(batch_of(log_ratio))
     with pytest.raises(Refused, match="step 1: a batch that should be on-policy"):
-        check_on_policy(Config(), stats, step=1, is_first=True)
+        check_on_policy(Config(), stats, step=1, is_first=True, furthest_response=str)
     # Later there is something to lose.
-    check_on_policy(Config(), stats, step=7, is_first=False)
+    check_on_policy(
+        Config(), stats, step=7, is_first=False, furthest_response=lambda: "1+1=3"
+    )
     warning = capsys.readouterr().err
     assert warning.startswith("warning: step 7: a batch that should be on-policy")
     assert "weight sync" in warning
+    assert warning.endswith("furthest off is the response '1+1=3'\n")
 
 
 @pytest.mark.parametrize(
@@ -551,8 +555,12 @@ def test_a_batch_that_should_be_on_policy_and_is_not_ends_a_run_in_its_first_ste
 )
 def test_a_batch_that_should_be_off_policy_is_not_complained_of(planned, capsys):
     stats = ratio_statistics(batch_of(torch.full([1000], math.log(0.02))))
-    check_on_policy(Config(**planned), stats, step=1, is_first=True)
-    check_on_policy(Config(**planned), stats, step=7, is_first=False)
+    check_on_policy(
+        Config(**planned), stats, step=1, is_first=True, furthest_response=str
+    )
+    check_on_policy(
+        Config(**planned), stats, step=7, is_first=False, furthest_response=str
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -582,6 +590,20 @@ def test_a_number_that_is_not_finite_stops_the_run_with_step_rank_and_response(
         )
     assert str(error.value).startswith("step 7, rank 0: |log rho| is over 82.0 nats")
     assert repr(four_responses.text[2]) in str(error.value)
+
+
+def test_the_response_that_is_furthest_off_is_that_of_the_largest_log_ratio(
+    four_responses, group
+):
+    texts = [f"response {row}" for row in range(4)]
+    four_responses.text = texts
+    # The ratio of one token of the third is e^3, and of one of the second 1/e^2.
+    four_responses.logp_behavior[2, 1] -= 3
+    four_responses.logp_behavior[1, 0] += 2
+    # Padding is no token.
+    four_responses.logp_behavior[0] += 9 * ~four_responses.mask[0]
+    policy = build_policy("tiny", group)
+    assert furthest_response(policy, four_responses, Config()) == "response 2"
 
 
 def test_a_kl_that_is_infinite_stops_the_run_with_its_step(four_responses, group):

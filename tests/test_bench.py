@@ -1,0 +1,110 @@
+"""The benchmark's arithmetic, and its page: that of the committed numbers."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+
+from experiments import steps
+from experiments.bench_tables import cell, format_number, report
+from experiments.speed import in_turn, ratios
+
+RESULTS = ROOT / "experiments/results"
+
+
+def test_what_is_compared_runs_in_turn_and_none_of_it_is_always_first():
+    order = []
+    seconds = in_turn(a=lambda: order.append("a"), b=lambda: order.append("b"))
+    assert "".join(order[:6]) == "baabba"
+    # The first turn is not counted.
+    assert len(seconds["a"]) == len(seconds["b"]) == len(order) // 2 - 1
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():
+    # 2 / 1, 6 / 2 and 4 / 4. The ratio of the medians would be 4 / 2.
+    spread = ratios([2.0, 6.0, 4.0], [1.0, 2.0, 4.0])
+    assert spread == {"median": 2.0, "least": 1.0, "most": 3.0}
+
+
+def test_the_steps_of_all_rounds_are_one_sample_and_phases_have_their_median():
+    rounds = [
+        {"seconds": [1.0, 2.0], "sync": 0.1},
+        {"seconds": [3.0, 4.0], "sync": 0.4},
+    ]
+    found = steps.summary(rounds)
+    assert found["seconds"] == {"median": 2.5, "least": 1.0, "most": 4.0}
+    assert found["sync"] == 0.25
+    assert found["share of the sync"] == 0.1  # 0.25 of 2.5
+
+
+def test_a_step_lasts_from_a_line_to_the_next_one():
+    lines = [(10.0, "step 0"), (11.5, "step 1"), (14.0, "step 2")]
+    assert steps.seconds_between(lines) == [1.5, 2.5]
+
+
+def test_the_lines_of_steps_are_those_that_begin_so_and_come_as_they_are_printed():
+    code = "import time; print('hello'); print('step 1', flush=True)"
+    code += "; time.sleep(0.2); print('step 2')"
+    lines = steps.lines_of([sys.executable, "-c", code])
+    assert [line for _, line in lines] == ["step 1\n", "step 2\n"]
+    assert steps.seconds_between(lines)[0] > 0.15
+
+
+def test_a_command_that_fails_says_why():
+    code = "import sys; print('RuntimeError: no memory', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(steps.Failed, match="RuntimeError: no memory"):
+        steps.lines_of([sys.executable, "-c", code])
+    with pytest.raises(steps.Failed, match="exit status 3"):
+        steps.lines_of([sys.executable, "-c", "import sys; sys.exit(3)"])
+
+
+def test_ratios_are_of_the_medians_of_a_round():
+    medians = {
+        "tiny": [1.0, 1.0],
+        "tiny, 2 ranks": [1.0, 2.0],
+        "tiny, 1 core": [1.8, 3.0],  # 1.8 and 1.5 times as long
+        "tiny, 1 core, half the batch": [0.9, 1.6],  # 0.9 and 0.8
+        "ours, float32": [2.0, 3.0],
+        "TRL with vllm, float32": [4.0, 12.0],  # ours takes 0.5 and 0.25 of it
+    }
+    strong, weak, ours = (ratio["median"] for ratio in steps.compare(medians).values())
+    assert strong == pytest.approx(1.65)
+    assert weak == pytest.approx(0.85)
+    assert ours == pytest.approx(0.375)
+
+
+def test_an_arm_that_failed_has_no_seconds_and_is_not_tried_again(monkeypatch):
+    tried = []
+
+    def fails():
+        tried.append("TRL")
+        raise steps.Failed("ImportError: no vLLM")
+
+    def works():
+        return {"seconds": [2.0]}
+
+    arms = {"ours, float32": works, "TRL with vllm, float32": fails}
+    monkeypatch.setattr(steps, "arms_of_tiny", lambda cores: {})
+    monkeypatch.setattr(steps, "arms_of_model", lambda model, trl: arms)
+    found = steps.measure_steps("a model", trl=True)
+    assert found["failed"] == {"TRL with vllm, float32": "ImportError: no vLLM"}
+    assert list(found["arms"]) == ["ours, float32"]
+    assert tried == ["TRL"]
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.01234, "0.0123"), (12.345, "12.3"), (1234.5, "1,234")]
+)
+def test_a_number_has_three_digits(value, text):
+    assert format_number(value) == text
+
+
+def test_a_cell_is_the_median_with_the_least_and_the_most():
+    spread = {"median": 1.0, "least": 0.5, "most": 2.0}
+    assert cell(spread) == "1 [0.5, 2]"
+
+
+def test_the_committed_page_is_that_of_the_committed_numbers():
+    results = json.loads((RESULTS / "bench.json").read_text())
+    assert (RESULTS / "bench.md").read_text() == report(results)
