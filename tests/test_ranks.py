@@ -103,9 +103,11 @@ def test_if_one_rank_is_killed_the_other_ends_within_a_minute_with_a_sentence(
     assert end["code"] == 1, end["printed"]
     assert end["seconds"] < 60
     *_, last_line = end["printed"].splitlines()
+    # A rank other than 0 says which one it is.
+    speaker = "train.py: " if killed == 1 else "train.py: rank 1: "
     assert last_line in (
-        "train.py: another rank has ended, and so does this one",
-        f"train.py: rank {killed} has ended, and so does this one",
+        f"{speaker}another rank has ended, and so does this one",
+        f"{speaker}rank {killed} has ended, and so does this one",
     )
     assert "Traceback" not in end["printed"]
     # The checkpoint of the step before is there.
