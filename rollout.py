@@ -21,6 +21,7 @@ from typing import Any
 if "--verbose" not in sys.argv:
     # torch reads it when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -272,8 +273,11 @@ class Engine:
                 # For each position vLLM lists the sampled token, and then the K most
                 # likely ones.
                 shape = (len(ids), 1 + self.top_logprobs)
-                listed_tokens = torch.tensor(response.logprobs.token_ids).view(shape)
-                logp = torch.tensor(response.logprobs.logprobs).view(shape)
+                # numpy reads a list five times as fast as torch does.
+                listed = np.array(response.logprobs.token_ids, dtype=np.int64)
+                listed_tokens = torch.from_numpy(listed).view(shape)
+                logp_listed = np.array(response.logprobs.logprobs, dtype=np.float32)
+                logp = torch.from_numpy(logp_listed).view(shape)
                 tokens.append(torch.tensor(prompt + ids))
                 prompt_length.append(len(prompt))
                 mask.append(torch.ones(len(ids), dtype=torch.bool))
