@@ -5,7 +5,7 @@ A cell is a median, with the least and the most in brackets where there are seve
 
 from typing import Any
 
-Row = list[str]
+from experiments.tables import table
 
 # Of the table of speed: title, goal, and where speed.measure_speed has the number.
 SPEED_ROWS = [
@@ -70,14 +70,9 @@ def cell(value: float | dict[str, float]) -> str:
     return f"{median} [{least}, {most}]"
 
 
-def table(head: Row, rows: list[Row]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def table_of_machine(machine: dict[str, Any]) -> str:
     rows = [[name, cell(value)] for name, value in machine.items()]
-    return table(["the machine", "at most"], rows)
+    return table([["the machine", "at most"], *rows])
 
 
 def table_of_speed(models: dict[str, Any]) -> str:
@@ -86,7 +81,7 @@ def table_of_speed(models: dict[str, Any]) -> str:
     for title, goal, part, name in SPEED_ROWS:
         cells = [cell(model[part][name]) for model in models.values()]
         rows.append([title, goal, *cells])
-    return table(["", "goal", *models], rows)
+    return table([["", "goal", *models], *rows])
 
 
 def table_of_heads(heads: dict[str, Any]) -> str:
@@ -100,7 +95,7 @@ def table_of_heads(heads: dict[str, Any]) -> str:
         for name, head in heads.items()
     ]
     head = ["vocabulary", "in chunks, GB", "all at once, GB", "ratio (goal: 0.125)"]
-    return table(head, rows)
+    return table([head, *rows])
 
 
 def table_of_arms(arms: dict[str, Any]) -> str:
@@ -113,17 +108,17 @@ def table_of_arms(arms: dict[str, Any]) -> str:
         tokens = format_number(arm["tokens of a response"])
         rows.append([name, cell(arm["seconds"]), *phases, tokens])
     head = ["", "step, s", "rollout, s", "update, s", "sync, s"]
-    return table([*head, "its share (goal: 0.03)", "tokens of a response"], rows)
+    return table([[*head, "its share (goal: 0.03)", "tokens of a response"], *rows])
 
 
 def table_of_ratios(ratios: dict[str, Any]) -> str:
     rows = [[name, cell(ratio)] for name, ratio in ratios.items()]
-    return table(["of the medians of a round", "ratio"], rows)
+    return table([["of the medians of a round", "ratio"], *rows])
 
 
 def table_of_failures(failed: dict[str, str]) -> str:
     rows = [[name, f"`{why.replace('|', '/')}`"] for name, why in failed.items()]
-    return table(["failed", "with"], rows)
+    return table([["failed", "with"], *rows])
 
 
 def table_of_profile(profile: list[dict[str, Any]]) -> str:
@@ -131,7 +126,7 @@ def table_of_profile(profile: list[dict[str, Any]]) -> str:
         [f"`{row['operator']}`", format_number(100 * row["share"]), str(row["calls"])]
         for row in profile
     ]
-    return table(["operator", "% of the time", "calls"], rows)
+    return table([["operator", "% of the time", "calls"], *rows])
 
 
 def table_of_kl(exact_kl: dict[str, Any]) -> str:
@@ -152,7 +147,7 @@ def table_of_kl(exact_kl: dict[str, Any]) -> str:
         memory = found["K = 20"][peak] / found["K = 0"][peak]
         rows.append([name, *cells, f"{memory:.4f}"])
     head = ["K = 20 / K = 0", "rollout, processor time", "gradient, processor time"]
-    return table([*head, "gradient, peak memory"], rows)
+    return table([[*head, "gradient, peak memory"], *rows])
 
 
 def made_by(part: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.mismatch import MAIN, Cell, finished, run_plan, score
-from experiments.tables import collapsed, interval, last, series
+from experiments.tables import collapsed, interval, last, series, table, text_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RECIPE = "recipes/smollm2-laptop.yaml"
@@ -60,12 +60,9 @@ def flags_of(cell: Cell, done: dict[Cell, dict], model: str) -> list[str]:
     ]
 
 
-def mean_with_interval(values: Sequence[float]) -> str:
-    """A cell: the mean, and half of its 95% interval if there are two values."""
-    found = interval(values)
-    if len(values) < 2:
-        return f"{found.mean:.3f}"
-    return f"{found.mean:.3f} ± {found.half:.3f}"
+def mean_of(values: Sequence[float]) -> str:
+    """A cell: the mean, with its 95% interval if there are two values."""
+    return text_of(interval(values))
 
 
 def report(done: dict[Cell, dict]) -> str:
@@ -77,7 +74,7 @@ def report(done: dict[Cell, dict]) -> str:
     """
     names = ["mismatch", "objective", "seeds", "score", "P3O's less it", "sampled"]
     names += ["greedy", "pass@8", "entropy", "e_B, mean", "e_B, least"]
-    lines = [names, ["---"] * len(names)]
+    lines = [names]
     for mismatch in MISMATCHES:
         for objective in OBJECTIVES:
             runs = {
@@ -100,19 +97,19 @@ def report(done: dict[Cell, dict]) -> str:
                     mismatch,
                     objective,
                     str(len(rows)),
-                    mean_with_interval([score(row) for row in rows]) + star,
-                    mean_with_interval(differences) if differences else "",
+                    mean_of([score(row) for row in rows]) + star,
+                    mean_of(differences) if differences else "",
                     *(
-                        mean_with_interval([last(row, name) for row in rows])
+                        mean_of([last(row, name) for row in rows])
                         for name in ("heldout_pass@1", "heldout_greedy")
                     ),
-                    mean_with_interval([row["pass@8"] or 0.0 for row in rows]),
-                    mean_with_interval([last(row, "entropy") for row in rows]),
+                    mean_of([row["pass@8"] or 0.0 for row in rows]),
+                    mean_of([last(row, "entropy") for row in rows]),
                     f"{mean(map(mean, ess)):.3f}",
                     f"{min(map(min, ess)):.3f}",
                 ]
             )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return table(lines) + "\n"
 
 
 def main() -> None:
