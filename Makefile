@@ -14,11 +14,12 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/torchrun --standalone train.py
 
+# In two processes: each test waits for one core most of the time. The slow ones use both.
 test: .venv/installed
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" --numprocesses 2 --dist loadfile
 
-test-all: .venv/installed
-	$(BIN)/python -m pytest -q
+test-all: test
+	$(BIN)/python -m pytest -q -m slow
 
 reproduce: .venv/installed
 	$(BIN)/python experiments/mismatch.py --grid reduced --folder runs/reproduce

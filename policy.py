@@ -5,6 +5,7 @@ how the weights leave it, on their way into the rollout engine.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from rollout import Rollouts
 
 # Response tokens whose logits exist at the same time.
 CHUNK = 1024
+# Responses share their prompt's sequence where it has at most so many tokens. Attention
+# computes all pairs of its places, also those that the mask hides: that pays where
+# prompts are long beside the responses, and both are short.
+SHARED_TOKENS = 512
 
 
 class Policy(torch.nn.Module):
@@ -26,10 +31,22 @@ class Policy(torch.nn.Module):
     head) when that root is called.
     """
 
-    def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        temperature: float = 1.0,
+        share_prompts: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.share_prompts = share_prompts
+
+    def sequences(self, rollouts: Rollouts) -> "Sequences":
+        """What the model reads of these responses."""
+        if self.share_prompts:
+            return shared_sequences(rollouts)
+        return own_sequences(rollouts)
 
     def forward(
         self, rollouts: Rollouts, temperature: float | None = None
@@ -42,12 +59,21 @@ class Policy(torch.nn.Module):
         backward pass: no tensor of size tokens x vocabulary is ever kept.
         """
         temperature = self.temperature if temperature is None else temperature
-        # Right padding needs no attention mask: no token sees a later one.
-        output = self.model.base_model(input_ids=rollouts.tokens, use_cache=False)
+        sequences = self.sequences(rollouts)
+        output = self.model.base_model(
+            input_ids=sequences.tokens,
+            position_ids=sequences.position_ids,
+            attention_mask=sequences.attention_mask,
+            use_cache=False,
+        )
         row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
+        # A token is predicted from the one before it: the first one from the prompt's
+        # last, which need not be its neighbor.
+        before = torch.where(
+            t == 0, rollouts.prompt_length[row] - 1, sequences.start[row] + t - 1
+        )
+        hidden = output[0][sequences.number[row], before]  # [M, D]
         position = rollouts.prompt_length[row] + t  # [M]
-        # A token is predicted from the position before it.
-        hidden = output[0][row, position - 1]  # [M, D]
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
         top_tokens = rollouts.top_tokens[row, t]  # [M, K]
         tokens = torch.cat([sampled_token, top_tokens], dim=1)  # [M, 1 + K]
@@ -75,6 +101,79 @@ class Policy(torch.nn.Module):
         )
 
 
+class Sequences(NamedTuple):
+    """What the model reads for N responses: S sequences of L tokens, with padding."""
+
+    tokens: torch.Tensor  # [S, L]
+    number: torch.Tensor  # [N] the sequence of each response
+    start: torch.Tensor  # [N] where the response begins in it
+    position_ids: torch.Tensor | None = None  # [S, L]; None: 0, 1, ...
+    attention_mask: torch.Tensor | None = None  # [S, 1, L, L] bool; None: causal
+
+
+def own_sequences(rollouts: Rollouts) -> Sequences:
+    """Each response behind its own copy of the prompt.
+
+    Right padding needs no attention mask: no token sees a later one.
+    """
+    number = torch.arange(len(rollouts.tokens), device=rollouts.tokens.device)
+    return Sequences(rollouts.tokens, number, rollouts.prompt_length)
+
+
+def shared_sequences(rollouts: Rollouts) -> Sequences:
+    """All responses to a prompt behind a single copy of it, hidden from each other.
+
+    The positions of each go on from the prompt's, and the mask lets its tokens see the
+    prompt and the earlier ones of the same response: to the model it is alone.
+    """
+    device = rollouts.tokens.device
+    number = rollouts.prompt_number()  # [N]
+    length = rollouts.mask.sum(dim=1)  # [N]
+    shares = number[:, None] == number  # [N, N]
+    start = rollouts.prompt_length + shares.tril(-1).long() @ length  # [N]
+    shape = (int(number.max()) + 1, int((start + length).max()))
+    tokens = torch.zeros(shape, dtype=torch.long, device=device)
+    position_ids = torch.zeros_like(tokens)
+    # Which response a place belongs to, counted from 1; 0 is the prompt. Padding counts
+    # as 0 too: it comes last, where no token sees it.
+    owner = torch.zeros_like(tokens)
+
+    place = torch.arange(rollouts.tokens.shape[1], device=device)
+    is_prompt = place < rollouts.prompt_length[:, None]
+    row, position = is_prompt.nonzero(as_tuple=True)
+    # Equal prompts write the same to the same place.
+    tokens[number[row], position] = rollouts.tokens[row, position]
+    position_ids[number[row], position] = position
+
+    row, t = rollouts.mask.nonzero(as_tuple=True)
+    position = rollouts.prompt_length[row] + t
+    tokens[number[row], start[row] + t] = rollouts.tokens[row, position]
+    position_ids[number[row], start[row] + t] = position
+    owner[number[row], start[row] + t] = row + 1
+
+    sees_prompt = owner[:, None, :] == 0  # [S, 1, L]
+    sees_itself = owner[:, :, None] == owner[:, None, :]  # [S, L, L]
+    attention_mask = (sees_prompt | sees_itself).tril()
+    return Sequences(tokens, number, start, position_ids, attention_mask[:, None])
+
+
+def can_share_prompts(model: torch.nn.Module) -> bool:
+    """Whether every layer of this model of transformers heeds the mask given to it.
+
+    Not one that carries a state along the sequence, or whose attention has a window
+    that the mask would replace.
+    """
+    config = model.config
+    window = getattr(config, "sliding_window", None) or SHARED_TOKENS
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    return (
+        config._attn_implementation == "sdpa"
+        and not model._is_stateful
+        and set(layer_types) == {"full_attention"}
+        and window >= SHARED_TOKENS
+    )
+
+
 def chunk_log_probabilities(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -82,7 +181,8 @@ def chunk_log_probabilities(
     tokens: torch.Tensor,
 ) -> torch.Tensor:
     """log pi_theta of these tokens, [chunk, 1 + K], at a chunk of positions."""
-    logits = hidden.float() @ head.float().T / temperature  # [chunk, V]
+    # The few hidden states are divided by T, not the many logits.
+    logits = hidden.float() / temperature @ head.float().T  # [chunk, V]
     return logits.log_softmax(dim=-1).gather(1, tokens)
 
 
@@ -93,11 +193,13 @@ def build_policy(
     dtype: str = "auto",
     temperature: float = 1.0,
     gradient_checkpointing: bool = False,
+    share_prompts: bool = False,
 ) -> Policy:
     """A policy under FSDP2: sharded within a node, replicated across nodes.
 
     Master weights and gradients are float32. It computes in `dtype`; auto is bfloat16
-    on CUDA and float32 on CPU.
+    on CUDA and float32 on CPU. With share_prompts it computes equal prompts once, if
+    the model allows it.
     """
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, trust_remote_code=False
@@ -116,7 +218,8 @@ def build_policy(
         # The batch holds log-probabilities, which rounding would ruin.
         cast_forward_inputs=False,
     )
-    policy = Policy(language_model, temperature)
+    share_prompts = share_prompts and can_share_prompts(language_model)
+    policy = Policy(language_model, temperature, share_prompts)
     # Each layer moves to the device alone, and only its shard stays there.
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

@@ -41,7 +41,7 @@ from loss import (
     kl_divergence,
     restrict_to_support,
 )
-from policy import Policy, build_policy, full_weights
+from policy import SHARED_TOKENS, Policy, build_policy, full_weights
 from reward import load_task, score
 from rollout import (
     Engine,
@@ -265,29 +265,42 @@ def rows_of_minibatches(cfg: Config, step: int, pass_number: int) -> list[list[i
 
 
 def rows_of_micro_batches(
-    rollouts: Rollouts, rows: list[int], max_tokens: int
+    rollouts: Rollouts, rows: list[int], max_tokens: int, share_prompts: bool = False
 ) -> list[list[int]]:
     """The rows in micro-batches of at most max_tokens each, padding included.
 
-    A row that is longer than that is alone. Every rank gets equally many micro-batches,
-    some of them perhaps empty: FSDP needs all ranks in every forward pass. A
-    collective.
+    Rows that share the sequence of their prompt stay together. A sequence that is
+    longer than that is alone. Every rank gets equally many micro-batches, some of them
+    perhaps empty: FSDP needs all ranks in every forward pass. A collective.
     """
-    length = (rollouts.prompt_length + rollouts.mask.sum(dim=1)).tolist()
+    response_length = rollouts.mask.sum(dim=1).tolist()
+    prompt = rollouts.prompt_number().tolist() if share_prompts else None
+    sequences: dict[int, list[int]] = defaultdict(list)
+    for row in rows:
+        sequences[prompt[row] if prompt else row].append(row)
+    length = {}
+    for number, of_sequence in sequences.items():
+        length[number] = int(rollouts.prompt_length[of_sequence[0]])
+        length[number] += sum(response_length[row] for row in of_sequence)
+
     micro_batches = []
     newest: list[int] = []
-    # By length, to pad little; so each row is the longest so far, and pads the others.
-    for row in sorted(rows, key=length.__getitem__):
-        if newest and (len(newest) + 1) * length[row] > max_tokens:
+    # By length, to pad little; so each sequence is the longest so far, and pads the
+    # others.
+    for number in sorted(sequences, key=length.__getitem__):
+        if newest and (len(newest) + 1) * length[number] > max_tokens:
             micro_batches.append(newest)
             newest = []
-        newest.append(row)
+        newest.append(number)
     micro_batches.append(newest)
     most = torch.tensor(len(micro_batches))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     while len(micro_batches) < most:
         micro_batches.append([])
-    return micro_batches
+    return [
+        [row for number in micro_batch for row in sequences[number]]
+        for micro_batch in micro_batches
+    ]
 
 
 def gather_batch(
@@ -375,7 +388,9 @@ def accumulate_gradient(
     device = next(policy.parameters()).device
     micro_batches = [
         rollouts.select(rows_of_one, device)
-        for rows_of_one in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens)
+        for rows_of_one in rows_of_micro_batches(
+            rollouts, rows, cfg.micro_batch_tokens, policy.share_prompts
+        )
     ]
     # e_B needs the ratios of the whole batch before there is any gradient. With several
     # micro-batches that takes one more forward pass for each, about a third more
@@ -456,7 +471,9 @@ def compute_logp_prox(policy: Policy, rollouts: Rollouts, cfg: Config) -> torch.
     device = next(policy.parameters()).device
     logp_prox = torch.zeros_like(rollouts.logp_behavior)
     rows = list(range(len(rollouts.text)))
-    for rows_of_one in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens):
+    for rows_of_one in rows_of_micro_batches(
+        rollouts, rows, cfg.micro_batch_tokens, policy.share_prompts
+    ):
         with torch.no_grad():
             logp, _ = policy(rollouts.select(rows_of_one, device))
         # For no rows there is a response of padding, which has no place here.
@@ -546,6 +563,15 @@ def load_data(cfg: Config) -> Data:
             f"{context}: lower max_prompt_tokens or max_response_tokens"
         )
     return Data(tokenizer, splits["train"], splits["heldout"], longest)
+
+
+def groups_are_short(cfg: Config, longest: int) -> bool:
+    """Whether a prompt with a whole group of responses fits in SHARED_TOKENS.
+
+    `longest` is the tokens of the longest prompt with one response of full length.
+    """
+    others = (cfg.group_size - 1) * cfg.max_response_tokens
+    return longest + others <= SHARED_TOKENS
 
 
 def build_engines(cfg: Config, longest: int) -> tuple[Engine, Engine]:
@@ -642,6 +668,7 @@ class Run:
             dtype=cfg.dtype,
             temperature=cfg.policy_temperature,
             gradient_checkpointing=cfg.gradient_checkpointing,
+            share_prompts=groups_are_short(cfg, data.longest),
         )
         self.optimizer, self.schedule = build_optimizer(self.policy, cfg)
         # Rollout batches that were sampled and rewarded, and not yet learned from.

@@ -34,9 +34,12 @@ OBJECTIVES_COMPARED = [
     "experiments.objectives:m2po",
     "experiments.objectives:decoupled",
 ]
-# (objective, micro_batch_tokens)
-CASES = [(name, tokens) for name in OBJECTIVES_COMPARED for tokens in (300, WHOLE)]
-CASES += [("p3o", ROW)]
+# (objective, micro_batch_tokens, share_prompts)
+CASES = [
+    (name, tokens, False) for name in OBJECTIVES_COMPARED for tokens in (300, WHOLE)
+]
+CASES += [("p3o", ROW, False)]
+CASES += [("p3o", tokens, True) for tokens in (ROW, 300, WHOLE)]
 
 # By the name of each weight.
 Gradient = dict[str, torch.Tensor]
@@ -48,10 +51,15 @@ def objective_of(name: str) -> Objective:
 
 
 def gradient_of(
-    policy: Policy, folder: Path, name: str, micro_batch_tokens: int
+    policy: Policy,
+    folder: Path,
+    name: str,
+    micro_batch_tokens: int,
+    share_prompts: bool = False,
 ) -> tuple[Gradient, dict[str, float]]:
     """The gradient of FOLDER's batch, gathered whole, and statistics. A collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    policy.share_prompts = share_prompts
     rollouts = torch.load(folder / "rollouts.pt", weights_only=False)
     mine = [
         row

@@ -22,7 +22,13 @@ from transformers import AutoModelForCausalLM
 import train
 from eval import EvalConfig, evaluate, load_benchmarks
 from loss import OBJECTIVES
-from policy import Policy, build_policy, full_weights
+from policy import (
+    Policy,
+    build_policy,
+    can_share_prompts,
+    full_weights,
+    shared_sequences,
+)
 from rollout import Rollouts
 from support.checkpoints import load_checkpoint, save_checkpoint
 from support.flags import Refused, find_objective
@@ -379,6 +385,133 @@ def test_micro_batches_change_neither_e_b_nor_the_gradient(stale_batch, moved, g
         assert relative_distance(gradient, expected) < 1e-4
         for name in "ess", "kl", "loss", "policy_loss", "kl_loss":
             assert of_micro_batches[name] == pytest.approx(stats[name], rel=1e-4), name
+
+
+# 3 update: a prompt that a group shares
+
+
+def two_groups() -> Rollouts:
+    """Prompt 7 8 9 with responses 1 2 and 3, and in between prompt 7 8 with 4 5 6."""
+    tokens = [[7, 8, 9, 1, 2], [7, 8, 4, 5, 6], [7, 8, 9, 3, 0]]
+    mask = [[True, True, False], [True, True, True], [True, False, False]]
+    return Rollouts(
+        tokens=torch.tensor(tokens),
+        prompt_length=torch.tensor([3, 2, 3]),
+        mask=torch.tensor(mask),
+        logp_behavior=torch.zeros(3, 3),
+        top_tokens=torch.zeros(3, 3, 0, dtype=torch.long),
+        top_logp_behavior=torch.zeros(3, 3, 0),
+        truncated=torch.zeros(3).bool(),
+        text=["1 2", "4 5 6", "3"],
+        weight_version="0",
+    )
+
+
+def test_responses_to_a_prompt_stand_behind_a_single_copy_of_it():
+    sequences = shared_sequences(two_groups())
+    assert sequences.tokens.tolist() == [[7, 8, 4, 5, 6, 0], [7, 8, 9, 1, 2, 3]]
+    assert sequences.number.tolist() == [1, 0, 1]
+    # Responses 1 2 and 3 begin at places 3 and 5, and both at position 3.
+    assert sequences.start.tolist() == [3, 2, 5]
+    assert sequences.position_ids.tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 3]]
+
+
+def test_a_response_sees_its_prompt_and_itself_up_to_each_token_and_no_other():
+    sequences = shared_sequences(two_groups())
+    # Rows see columns, both in the order 7 8 9 | 1 2 | 3.
+    assert sequences.attention_mask[1, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 1],
+    ]
+
+
+def test_a_shared_prompt_changes_no_log_probability(stale_batch, moved, group):
+    policy = build_policy(moved, group)
+    for rows in [0], [], [9, 2, 1, 14, 0], list(range(16)):
+        batch = stale_batch.select(rows)
+        logps = {}
+        for policy.share_prompts in False, True:
+            with torch.no_grad():
+                logps[policy.share_prompts] = policy(batch)
+        for alone, shared in zip(logps[False], logps[True], strict=True):
+            torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_shared_prompt_changes_no_gradient_and_is_computed_once(
+    stale_batch, moved, group
+):
+    policy = build_policy(moved, group)
+    expected, expected_stats = gradient_by(policy, stale_batch)
+    read: list[int] = []
+    policy.model.base_model.register_forward_pre_hook(
+        lambda model, inputs, keywords: read.append(keywords["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    policy.share_prompts = True
+    gradient, stats = gradient_by(policy, stale_batch)
+    assert relative_distance(gradient, expected) < 1e-5
+    assert stats == pytest.approx(expected_stats, rel=1e-4)
+    # Four sequences, padded to the longest: a prompt and its four responses.
+    response_tokens = stale_batch.mask.sum(dim=1).view(4, 4).sum(dim=1)
+    lengths = stale_batch.prompt_length[::4] + response_tokens
+    assert read == [4 * int(lengths.max())]
+
+
+def test_micro_batches_have_whole_groups_where_these_share_a_prompt(stale_batch, group):
+    rows = list(range(16))
+    response_tokens = stale_batch.mask.sum(dim=1).view(4, 4).sum(dim=1)
+    longest = int((stale_batch.prompt_length[::4] + response_tokens).max())
+    for groups_of_each in 1, 2, 4:
+        micro_batches = rows_of_micro_batches(
+            stale_batch, rows, groups_of_each * longest, share_prompts=True
+        )
+        assert sorted(row for some in micro_batches for row in some) == rows
+        groups = [[row // 4 for row in some[::4]] for some in micro_batches]
+        assert sorted(sum(groups, [])) == [0, 1, 2, 3]
+        assert len(micro_batches) <= 4 / groups_of_each
+        for some in micro_batches:
+            sequences = shared_sequences(stale_batch.select(some))
+            assert sequences.tokens.numel() <= groups_of_each * longest
+
+
+@pytest.mark.parametrize(
+    "field, value, can_share",
+    [
+        ("layer_types", None, True),
+        ("layer_types", ["full_attention"] * 3, True),
+        ("layer_types", ["full_attention", "linear_attention", "conv"], False),
+        ("layer_types", ["full_attention", "sliding_attention"], False),
+        ("sliding_window", 4096, True),
+        ("sliding_window", 128, False),
+        ("_attn_implementation", "eager", False),
+    ],
+)
+def test_a_prompt_is_shared_only_where_every_layer_heeds_the_mask(
+    field, value, can_share
+):
+    model = AutoModelForCausalLM.from_pretrained("tiny")
+    setattr(model.config, field, value)
+    assert can_share_prompts(model) is can_share
+    model._is_stateful = True
+    assert not can_share_prompts(model)
+
+
+@pytest.mark.parametrize("group_size, shares", [(4, True), (8, False)])
+def test_a_run_shares_prompts_where_the_longest_group_has_512_tokens_at_most(
+    group_size, shares, engine, group, tmp_path, monkeypatch
+):
+    # At most 4 * 64 and 8 * 64 tokens of responses, and the prompt.
+    cfg = Config(group_size=group_size, max_response_tokens=64)
+    monkeypatch.setattr(train, "build_engines", lambda cfg, longest: (engine, engine))
+    run = train.Run(cfg, load_data(cfg), tmp_path, group)
+    assert run.policy.share_prompts is shares
+
+
+# 3 update: what is computed
 
 
 def count_calls(function: Callable) -> tuple[Callable, list[int]]:

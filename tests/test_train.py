@@ -4,6 +4,7 @@ The gradient of the whole batch through FSDP2; short runs under torchrun, and wh
 leave behind; the checks that stop a run; what it says of bad input.
 """
 
+import itertools
 import json
 import math
 import os
@@ -154,11 +155,13 @@ def assert_gathered_whole(folder: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name, tokens", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_and_ranks(
-    name, tokens, ranks, by_ranks, stale_batch
+    case, ranks, by_ranks, stale_batch
 ):
-    gradient, _ = by_ranks[ranks][name, tokens]
+    # Also where the four responses of a group share the sequence of their prompt.
+    gradient, _ = by_ranks[ranks][case]
+    name, *_ = case
     assert relative_error(gradient, stale_batch.plain[name]) < 1e-4
 
 
@@ -172,7 +175,7 @@ def test_the_gradient_is_that_of_the_whole_batch_on_4_ranks_of_1_and_of_2_nodes(
     torchrun_on_nodes(nodes, 4 // nodes, "tests/gradient_on_ranks.py", str(folder))
     results = torch.load(folder / "gradients-4.pt", weights_only=False)
     assert list(results) == CASES
-    for (name, _), (gradient, _) in results.items():
+    for (name, *_), (gradient, _) in results.items():
         assert relative_error(gradient, stale_batch.plain[name]) < 1e-4
     assert_gathered_whole(folder, ranks=4)
 
@@ -196,16 +199,16 @@ def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(
 
 
 def test_the_logged_statistics_are_those_of_the_whole_batch_too(by_ranks):
-    _, expected = by_ranks[1]["p3o", WHOLE]
+    _, expected = by_ranks[1]["p3o", WHOLE, False]
     # It is a stale batch, of which e_B cuts some weights and the KL counts.
     assert 0.1 < expected["ess"] < 0.98
     assert expected["capped"] > 0.05
     assert expected["kl"] > 0.01
     assert expected["kl"] == pytest.approx(expected["kl_loss"], rel=1e-6)
     for ranks in 1, 2:
-        for tokens in ROW, 300, WHOLE:
-            _, stats = by_ranks[ranks]["p3o", tokens]
-            assert stats == pytest.approx(expected, rel=1e-4), (ranks, tokens)
+        for tokens, shares in itertools.product((ROW, 300, WHOLE), (False, True)):
+            _, stats = by_ranks[ranks]["p3o", tokens, shares]
+            assert stats == pytest.approx(expected, rel=1e-4), (ranks, tokens, shares)
 
 
 def test_without_top_logprobs_the_kl_is_estimated_from_the_sampled_tokens(

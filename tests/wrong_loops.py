@@ -79,6 +79,13 @@ AGREE = (
 )
 TOP_TOKENS = "test_rollout.test_the_engine_lists_the_likeliest_tokens_of_pi_b_in_order"
 MICRO_BATCHES = "test_loop.test_micro_batches_change_neither_e_b_nor_the_gradient"
+SHARED_LOGP = "test_loop.test_a_shared_prompt_changes_no_log_probability"
+SHARED_GRADIENT = (
+    "test_loop.test_a_shared_prompt_changes_no_gradient_and_is_computed_once"
+)
+WHOLE_GROUPS = (
+    "test_loop.test_micro_batches_have_whole_groups_where_these_share_a_prompt"
+)
 LOGP_PROX = (
     "test_loop.test_logp_prox_is_of_the_policy_before_the_first_update_on_the_batch"
 )
@@ -221,9 +228,15 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "micro-batches larger than allowed": Mistake(
         train.rows_of_micro_batches,
-        "(len(newest) + 1) * length[row] > max_tokens",
-        "len(newest) * length[row] > max_tokens",
+        "(len(newest) + 1) * length[number] > max_tokens",
+        "len(newest) * length[number] > max_tokens",
         ["test_loop.test_micro_batches_have_each_row_once_and_keep_to_their_size"],
+    ),
+    "micro-batches that divide a group whose prompt is shared": Mistake(
+        train.rows_of_micro_batches,
+        "prompt[row] if prompt else row",
+        "row",
+        [WHOLE_GROUPS],
     ),
     "e_B of the first micro-batch": Mistake(
         train.accumulate_gradient,
@@ -315,9 +328,33 @@ MISTAKES: dict[str, Mistake] = {
     # policy.py
     "logits of the position after": Mistake(
         policy.Policy.forward,
-        "output[0][row, position - 1]",
-        "output[0][row, position]",
+        "+ t - 1",
+        "+ t",
         [LOG_SOFTMAX, AGREE],
+    ),
+    "the first token predicted by the response before, in a shared sequence": Mistake(
+        policy.Policy.forward, "t == 0", "t < 0", [SHARED_LOGP]
+    ),
+    "a shared sequence that is not causal": Mistake(
+        policy.shared_sequences, "sees_itself).tril()", "sees_itself)", [SHARED_LOGP]
+    ),
+    "responses that see each other in a shared sequence": Mistake(
+        policy.shared_sequences,
+        "sees_prompt | sees_itself",
+        "sees_itself | True",
+        [SHARED_LOGP],
+    ),
+    "positions that go on through the responses of a shared sequence": Mistake(
+        policy.shared_sequences,
+        "position_ids[number[row], start[row] + t] = position",
+        "position_ids[number[row], start[row] + t] = start[row] + t",
+        [SHARED_LOGP],
+    ),
+    "a prompt said to be shared, and computed for each response": Mistake(
+        policy.Policy.sequences,
+        "return shared_sequences(rollouts)",
+        "return own_sequences(rollouts)",
+        [SHARED_GRADIENT],
     ),
     "the policy's temperature multiplied": Mistake(
         policy.chunk_log_probabilities, "/ temperature", "* temperature", [LOG_SOFTMAX]
