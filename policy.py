@@ -18,9 +18,9 @@ from rollout import Rollouts
 
 # Response tokens whose logits exist at the same time.
 CHUNK = 1024
-# Responses share their prompt's sequence where it has at most so many tokens. Attention
-# computes all pairs of its places, also those that the mask hides: that pays where
-# prompts are long beside the responses, and both are short.
+# A group shares its prompt's sequence if that has at most so many tokens. Attention
+# computes the pairs that the mask hides as well, so there is a length from which this
+# costs more than it saves.
 SHARED_TOKENS = 512
 
 
@@ -32,21 +32,19 @@ class Policy(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        temperature: float = 1.0,
-        share_prompts: bool = False,
+        self, model: torch.nn.Module, temperature: float = 1.0, sharing: int = 1
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.share_prompts = share_prompts
+        # At most so many responses share a sequence with their prompt.
+        self.sharing = sharing
 
     def sequences(self, rollouts: Rollouts) -> "Sequences":
         """What the model reads of these responses."""
-        if self.share_prompts:
-            return shared_sequences(rollouts)
-        return own_sequences(rollouts)
+        if self.sharing == 1:
+            return own_sequences(rollouts)
+        return shared_sequences(rollouts, self.sharing)
 
     def forward(
         self, rollouts: Rollouts, temperature: float | None = None
@@ -72,7 +70,7 @@ class Policy(torch.nn.Module):
         before = torch.where(
             t == 0, rollouts.prompt_length[row] - 1, sequences.start[row] + t - 1
         )
-        hidden = output[0][sequences.number[row], before]  # [M, D]
+        hidden = output[0][sequences.of_response[row], before]  # [M, D]
         position = rollouts.prompt_length[row] + t  # [M]
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
         top_tokens = rollouts.top_tokens[row, t]  # [M, K]
@@ -102,12 +100,16 @@ class Policy(torch.nn.Module):
 
 
 class Sequences(NamedTuple):
-    """What the model reads for N responses: S sequences of L tokens, with padding."""
+    """What the model reads for N responses: S sequences of L places.
+
+    A token's place is its column here. Its position is the number of tokens before it
+    in its own prompt and response.
+    """
 
     tokens: torch.Tensor  # [S, L]
-    number: torch.Tensor  # [N] the sequence of each response
-    start: torch.Tensor  # [N] where the response begins in it
-    position_ids: torch.Tensor | None = None  # [S, L]; None: 0, 1, ...
+    of_response: torch.Tensor  # [N] the sequence that a response is in
+    start: torch.Tensor  # [N] the place where it begins there
+    position_ids: torch.Tensor | None = None  # [S, L]; None: the places
     attention_mask: torch.Tensor | None = None  # [S, 1, L, L] bool; None: causal
 
 
@@ -116,61 +118,86 @@ def own_sequences(rollouts: Rollouts) -> Sequences:
 
     Right padding needs no attention mask: no token sees a later one.
     """
-    number = torch.arange(len(rollouts.tokens), device=rollouts.tokens.device)
-    return Sequences(rollouts.tokens, number, rollouts.prompt_length)
+    of_response = sequence_of_response(rollouts, sharing=1)
+    return Sequences(rollouts.tokens, of_response, rollouts.prompt_length)
 
 
-def shared_sequences(rollouts: Rollouts) -> Sequences:
-    """All responses to a prompt behind a single copy of it, hidden from each other.
+def sequence_of_response(rollouts: Rollouts, sharing: int) -> torch.Tensor:
+    """The number of each response's sequence, [N] from 0 on.
 
-    The positions of each go on from the prompt's, and the mask lets its tokens see the
-    prompt and the earlier ones of the same response: to the model it is alone.
+    Responses to equal prompts share one, up to `sharing` of them, in their order.
+    """
+    if sharing == 1:
+        return torch.arange(len(rollouts.mask), device=rollouts.mask.device)
+    place = torch.arange(rollouts.tokens.shape[1], device=rollouts.tokens.device)
+    is_prompt = place < rollouts.prompt_length[:, None]  # [N, L]
+    prompts = rollouts.tokens.masked_fill(~is_prompt, -1)
+    _, prompt = prompts.unique(dim=0, return_inverse=True)  # [N] its number
+    # How many responses to the same prompt come before this one.
+    earlier = (prompt[:, None] == prompt).tril(-1).sum(dim=1)  # [N]
+    # Pairs of a prompt and a number of sequences that are full, as single numbers.
+    pair = prompt * len(prompt) + earlier // sharing
+    return pair.unique(return_inverse=True)[1]
+
+
+def shared_sequences(rollouts: Rollouts, sharing: int) -> Sequences:
+    """Up to `sharing` responses to a prompt behind a single copy of it.
+
+    The mask lets a token see the prompt and the earlier tokens of its own response, and
+    its position is counted in these alone. So the model computes each response as if no
+    other were there.
     """
     device = rollouts.tokens.device
-    number = rollouts.prompt_number()  # [N]
+    of_response = sequence_of_response(rollouts, sharing)  # [N]
     length = rollouts.mask.sum(dim=1)  # [N]
-    shares = number[:, None] == number  # [N, N]
-    start = rollouts.prompt_length + shares.tril(-1).long() @ length  # [N]
-    shape = (int(number.max()) + 1, int((start + length).max()))
+    # [N, N]: the response of the column stands before that of the row.
+    is_before = (of_response[:, None] == of_response).tril(-1)
+    start = rollouts.prompt_length + (is_before * length).sum(dim=1)  # [N]
+    shape = (int(of_response.max()) + 1, int((start + length).max()))
     tokens = torch.zeros(shape, dtype=torch.long, device=device)
     position_ids = torch.zeros_like(tokens)
-    # Which response a place belongs to, counted from 1; 0 is the prompt. Padding counts
-    # as 0 too: it comes last, where no token sees it.
+    # Which response a place belongs to, counted from 1. The prompt has 0, and so has
+    # padding: it comes last, where no token sees it.
     owner = torch.zeros_like(tokens)
 
-    place = torch.arange(rollouts.tokens.shape[1], device=device)
-    is_prompt = place < rollouts.prompt_length[:, None]
+    position = torch.arange(rollouts.tokens.shape[1], device=device)
+    is_prompt = position < rollouts.prompt_length[:, None]
     row, position = is_prompt.nonzero(as_tuple=True)
-    # Equal prompts write the same to the same place.
-    tokens[number[row], position] = rollouts.tokens[row, position]
-    position_ids[number[row], position] = position
+    # The prompts of a sequence are equal, so it does not matter which is written last.
+    tokens[of_response[row], position] = rollouts.tokens[row, position]
+    position_ids[of_response[row], position] = position
 
     row, t = rollouts.mask.nonzero(as_tuple=True)
     position = rollouts.prompt_length[row] + t
-    tokens[number[row], start[row] + t] = rollouts.tokens[row, position]
-    position_ids[number[row], start[row] + t] = position
-    owner[number[row], start[row] + t] = row + 1
+    sequence, place = of_response[row], start[row] + t
+    tokens[sequence, place] = rollouts.tokens[row, position]
+    position_ids[sequence, place] = position
+    owner[sequence, place] = row + 1
 
     sees_prompt = owner[:, None, :] == 0  # [S, 1, L]
     sees_itself = owner[:, :, None] == owner[:, None, :]  # [S, L, L]
     attention_mask = (sees_prompt | sees_itself).tril()
-    return Sequences(tokens, number, start, position_ids, attention_mask[:, None])
+    return Sequences(tokens, of_response, start, position_ids, attention_mask[:, None])
 
 
 def can_share_prompts(model: torch.nn.Module) -> bool:
     """Whether every layer of this model of transformers heeds the mask given to it.
 
-    Not one that carries a state along the sequence, or whose attention has a window
-    that the mask would replace.
+    Layers that carry a state along the sequence do not. Where attention has a window,
+    the mask replaces it, which is right as long as all that a token sees is within.
     """
     config = model.config
-    window = getattr(config, "sliding_window", None) or SHARED_TOKENS
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    layer_types = getattr(config, "layer_types", None) or []
+    windows = [
+        value
+        for name, value in config.to_dict().items()
+        if name.endswith(("window", "window_size")) and type(value) is int
+    ]
     return (
         config._attn_implementation == "sdpa"
         and not model._is_stateful
-        and set(layer_types) == {"full_attention"}
-        and window >= SHARED_TOKENS
+        and all(layer_type == "full_attention" for layer_type in layer_types)
+        and all(window >= SHARED_TOKENS for window in windows)
     )
 
 
@@ -181,8 +208,9 @@ def chunk_log_probabilities(
     tokens: torch.Tensor,
 ) -> torch.Tensor:
     """log pi_theta of these tokens, [chunk, 1 + K], at a chunk of positions."""
-    # The few hidden states are divided by T, not the many logits.
-    logits = hidden.float() / temperature @ head.float().T  # [chunk, V]
+    logits = hidden.float() @ head.float().T  # [chunk, V]
+    if temperature != 1:
+        logits = logits / temperature
     return logits.log_softmax(dim=-1).gather(1, tokens)
 
 
@@ -193,13 +221,13 @@ def build_policy(
     dtype: str = "auto",
     temperature: float = 1.0,
     gradient_checkpointing: bool = False,
-    share_prompts: bool = False,
+    sharing: int = 1,
 ) -> Policy:
     """A policy under FSDP2: sharded within a node, replicated across nodes.
 
     Master weights and gradients are float32. It computes in `dtype`; auto is bfloat16
-    on CUDA and float32 on CPU. With share_prompts it computes equal prompts once, if
-    the model allows it.
+    on CUDA and float32 on CPU. Up to `sharing` responses share their prompt's sequence,
+    if the model allows it. The caller sees to it that these have SHARED_TOKENS at most.
     """
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, trust_remote_code=False
@@ -218,8 +246,9 @@ def build_policy(
         # The batch holds log-probabilities, which rounding would ruin.
         cast_forward_inputs=False,
     )
-    share_prompts = share_prompts and can_share_prompts(language_model)
-    policy = Policy(language_model, temperature, share_prompts)
+    if not can_share_prompts(language_model):
+        sharing = 1
+    policy = Policy(language_model, temperature, sharing)
     # Each layer moves to the device alone, and only its shard stays there.
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

@@ -72,13 +72,6 @@ class Rollouts:
             chosen[name] = value.to(device)
         return replace(self, text=[self.text[row] for row in rows], **chosen)
 
-    def prompt_number(self) -> torch.Tensor:
-        """Which prompt each response has: [N], from 0 on, equal for equal prompts."""
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        is_prompt = place < self.prompt_length[:, None]  # [N, L]
-        prompts = self.tokens.masked_fill(~is_prompt, -1)
-        return prompts.unique(dim=0, return_inverse=True)[1]
-
 
 def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's process group, or be its only rank, and return the mesh of ranks.

@@ -41,7 +41,13 @@ from loss import (
     kl_divergence,
     restrict_to_support,
 )
-from policy import SHARED_TOKENS, Policy, build_policy, full_weights
+from policy import (
+    SHARED_TOKENS,
+    Policy,
+    build_policy,
+    full_weights,
+    sequence_of_response,
+)
 from reward import load_task, score
 from rollout import (
     Engine,
@@ -265,40 +271,41 @@ def rows_of_minibatches(cfg: Config, step: int, pass_number: int) -> list[list[i
 
 
 def rows_of_micro_batches(
-    rollouts: Rollouts, rows: list[int], max_tokens: int, share_prompts: bool = False
+    rollouts: Rollouts, rows: list[int], max_tokens: int, sharing: int = 1
 ) -> list[list[int]]:
     """The rows in micro-batches of at most max_tokens each, padding included.
 
-    Rows that share the sequence of their prompt stay together. A sequence that is
-    longer than that is alone. Every rank gets equally many micro-batches, some of them
-    perhaps empty: FSDP needs all ranks in every forward pass. A collective.
+    Rows that share a sequence of the policy (Policy.sharing) stay together. A sequence
+    that is longer than max_tokens is alone. Every rank gets equally many micro-batches,
+    some of them perhaps empty: FSDP needs all ranks in every forward pass. A
+    collective.
     """
+    sequence_of_row = sequence_of_response(rollouts, sharing).tolist()
     response_length = rollouts.mask.sum(dim=1).tolist()
-    prompt = rollouts.prompt_number().tolist() if share_prompts else None
-    sequences: dict[int, list[int]] = defaultdict(list)
+    rows_of_sequence: dict[int, list[int]] = defaultdict(list)
     for row in rows:
-        sequences[prompt[row] if prompt else row].append(row)
-    length = {}
-    for number, of_sequence in sequences.items():
-        length[number] = int(rollouts.prompt_length[of_sequence[0]])
-        length[number] += sum(response_length[row] for row in of_sequence)
+        rows_of_sequence[sequence_of_row[row]].append(row)
+    length = {}  # of a sequence, tokens
+    for sequence, its_rows in rows_of_sequence.items():
+        length[sequence] = int(rollouts.prompt_length[its_rows[0]])
+        length[sequence] += sum(response_length[row] for row in its_rows)
 
     micro_batches = []
     newest: list[int] = []
     # By length, to pad little; so each sequence is the longest so far, and pads the
     # others.
-    for number in sorted(sequences, key=length.__getitem__):
-        if newest and (len(newest) + 1) * length[number] > max_tokens:
+    for sequence in sorted(rows_of_sequence, key=length.__getitem__):
+        if newest and (len(newest) + 1) * length[sequence] > max_tokens:
             micro_batches.append(newest)
             newest = []
-        newest.append(number)
+        newest.append(sequence)
     micro_batches.append(newest)
     most = torch.tensor(len(micro_batches))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     while len(micro_batches) < most:
         micro_batches.append([])
     return [
-        [row for number in micro_batch for row in sequences[number]]
+        [row for sequence in micro_batch for row in rows_of_sequence[sequence]]
         for micro_batch in micro_batches
     ]
 
@@ -389,7 +396,7 @@ def accumulate_gradient(
     micro_batches = [
         rollouts.select(rows_of_one, device)
         for rows_of_one in rows_of_micro_batches(
-            rollouts, rows, cfg.micro_batch_tokens, policy.share_prompts
+            rollouts, rows, cfg.micro_batch_tokens, policy.sharing
         )
     ]
     # e_B needs the ratios of the whole batch before there is any gradient. With several
@@ -472,7 +479,7 @@ def compute_logp_prox(policy: Policy, rollouts: Rollouts, cfg: Config) -> torch.
     logp_prox = torch.zeros_like(rollouts.logp_behavior)
     rows = list(range(len(rollouts.text)))
     for rows_of_one in rows_of_micro_batches(
-        rollouts, rows, cfg.micro_batch_tokens, policy.share_prompts
+        rollouts, rows, cfg.micro_batch_tokens, policy.sharing
     ):
         with torch.no_grad():
             logp, _ = policy(rollouts.select(rows_of_one, device))
@@ -565,13 +572,15 @@ def load_data(cfg: Config) -> Data:
     return Data(tokenizer, splits["train"], splits["heldout"], longest)
 
 
-def groups_are_short(cfg: Config, longest: int) -> bool:
-    """Whether a prompt with a whole group of responses fits in SHARED_TOKENS.
+def sharing_of(cfg: Config, longest: int) -> int:
+    """How many responses share their prompt's sequence: a whole group, or one.
 
-    `longest` is the tokens of the longest prompt with one response of full length.
+    A group does if its responses of full length fit with their prompt in SHARED_TOKENS,
+    and in a micro-batch. `longest` is the longest prompt with one response, in tokens.
     """
-    others = (cfg.group_size - 1) * cfg.max_response_tokens
-    return longest + others <= SHARED_TOKENS
+    longest_group = longest + (cfg.group_size - 1) * cfg.max_response_tokens
+    is_short = longest_group <= min(SHARED_TOKENS, cfg.micro_batch_tokens)
+    return cfg.group_size if is_short else 1
 
 
 def build_engines(cfg: Config, longest: int) -> tuple[Engine, Engine]:
@@ -668,7 +677,7 @@ class Run:
             dtype=cfg.dtype,
             temperature=cfg.policy_temperature,
             gradient_checkpointing=cfg.gradient_checkpointing,
-            share_prompts=groups_are_short(cfg, data.longest),
+            sharing=sharing_of(cfg, data.longest),
         )
         self.optimizer, self.schedule = build_optimizer(self.policy, cfg)
         # Rollout batches that were sampled and rewarded, and not yet learned from.

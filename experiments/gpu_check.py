@@ -37,14 +37,7 @@ from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
 from support.checks import check_on_policy, check_run
 from support.flags import OneRankFailed, Refused, find_objective, parse_flags
-from train import (
-    Config,
-    Data,
-    accumulate_gradient,
-    groups_are_short,
-    load_data,
-    sample_step,
-)
+from train import Config, Data, accumulate_gradient, load_data, sample_step
 
 CUDA = torch.cuda.is_available()
 # Dense bf16 TFLOP/s by data sheet. The names are whole: an H100 PCIe is slower than an
@@ -204,7 +197,6 @@ def check_engine(cfg: CheckConfig, data: Data, objective: Objective) -> dict[str
             dtype=cfg.dtype,
             temperature=cfg.policy_temperature,
             gradient_checkpointing=cfg.gradient_checkpointing,
-            share_prompts=groups_are_short(cfg, data.longest),
         )
     # AdamW's first step moves every weight by the learning rate, and so an output of a
     # layer by up to its width times that. Divided by the width the rate changes any

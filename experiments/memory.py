@@ -5,7 +5,8 @@
 
 It takes the flags of train.py, and of the model it reads config.json alone. Bytes are
 printed in GB of 2^30, as kv_cache_gb is. It refuses a run that does not fit. Without
---device_gb it counts for this machine: its GPU, or its main memory.
+--device_gb it counts for this machine: its GPU, or its main memory. Each response is
+counted with a prompt of its own; a group that shares one takes less.
 """
 
 import gc

@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -68,9 +67,8 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session, exitstatus):
-    session.config.exit_status = int(exitstatus)
+def pytest_sessionstart(session):
+    session.config.session = session
 
 
 @pytest.hookimpl(trylast=True)
@@ -80,7 +78,7 @@ def pytest_unconfigure(config):
     if KEPT:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(config.exit_status)
+        os._exit(int(config.session.exitstatus))
 
 
 def pytest_configure(config):
@@ -232,36 +230,3 @@ def train_here(run_here, tmp_path_factory):
 def one_rank(train_here):
     """The metrics of TWO_STEPS on one rank: what several ranks have to do, too."""
     return train_here(*TWO_STEPS)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def short_run(request, tmp_path_factory):
-    """If a test asks for `run`: (out_dir, process) of a training run under torchrun.
-
-    It has half the prompts and four times the learning rate of the default, and one
-    update a step, so every batch B is fresh. It begins with the session and stays on
-    one core, which most tests leave idle.
-    """
-    if not any("run" in item.fixturenames for item in request.session.items):
-        yield
-        return
-    out = tmp_path_factory.mktemp("runs") / "short"
-    flags = [
-        "--steps=10",
-        "--prompts_per_step=16",
-        "--minibatches=1",
-        "--learning_rate=8e-4",
-        "--eval_every=0",
-    ]
-    last_core = max(os.sched_getaffinity(0))
-    process = subprocess.Popen(
-        [*TORCHRUN, "--standalone", "train.py", *flags, f"--out_dir={out}"],
-        cwd=ROOT,
-        preexec_fn=lambda: os.sched_setaffinity(0, {last_core}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    yield out, process
-    process.terminate()  # if no test has waited for it
-    process.wait()

@@ -24,7 +24,7 @@ from train import Config, accumulate_gradient
 
 GROUP_SIZE = 4
 WHOLE = 10**6  # tokens: the batch is one micro-batch
-ROW = 1  # token: every row is a micro-batch
+ROW = 1  # token: every sequence is a micro-batch
 # Between them they need all that only the whole batch can tell: e_B, the number of
 # tokens, the number of responses, a cutoff, and log pi_prox.
 OBJECTIVES_COMPARED = [
@@ -34,12 +34,10 @@ OBJECTIVES_COMPARED = [
     "experiments.objectives:m2po",
     "experiments.objectives:decoupled",
 ]
-# (objective, micro_batch_tokens, share_prompts)
-CASES = [
-    (name, tokens, False) for name in OBJECTIVES_COMPARED for tokens in (300, WHOLE)
-]
-CASES += [("p3o", ROW, False)]
-CASES += [("p3o", tokens, True) for tokens in (ROW, 300, WHOLE)]
+# (objective, micro_batch_tokens, sharing): responses that share their prompt's sequence
+CASES = [(name, tokens, 1) for name in OBJECTIVES_COMPARED for tokens in (300, WHOLE)]
+CASES += [("p3o", ROW, 1)]
+CASES += [("p3o", tokens, GROUP_SIZE) for tokens in (ROW, 300, WHOLE)]
 
 # By the name of each weight.
 Gradient = dict[str, torch.Tensor]
@@ -55,11 +53,11 @@ def gradient_of(
     folder: Path,
     name: str,
     micro_batch_tokens: int,
-    share_prompts: bool = False,
+    sharing: int = 1,
 ) -> tuple[Gradient, dict[str, float]]:
     """The gradient of FOLDER's batch, gathered whole, and statistics. A collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    policy.share_prompts = share_prompts
+    policy.sharing = sharing
     rollouts = torch.load(folder / "rollouts.pt", weights_only=False)
     mine = [
         row

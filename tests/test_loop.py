@@ -17,7 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 import train
 from eval import EvalConfig, evaluate, load_benchmarks
@@ -27,6 +34,7 @@ from policy import (
     build_policy,
     can_share_prompts,
     full_weights,
+    sequence_of_response,
     shared_sequences,
 )
 from rollout import Rollouts
@@ -39,12 +47,14 @@ from train import (
     add_reward,
     build_engines,
     build_optimizer,
+    compute_logp_prox,
     heldout_accuracy,
     load_data,
     problems_of_step,
     rows_of_micro_batches,
     rows_of_minibatches,
     sample_step,
+    sharing_of,
     update,
 )
 
@@ -408,16 +418,16 @@ def two_groups() -> Rollouts:
 
 
 def test_responses_to_a_prompt_stand_behind_a_single_copy_of_it():
-    sequences = shared_sequences(two_groups())
+    sequences = shared_sequences(two_groups(), sharing=2)
     assert sequences.tokens.tolist() == [[7, 8, 4, 5, 6, 0], [7, 8, 9, 1, 2, 3]]
-    assert sequences.number.tolist() == [1, 0, 1]
+    assert sequences.of_response.tolist() == [1, 0, 1]
     # Responses 1 2 and 3 begin at places 3 and 5, and both at position 3.
     assert sequences.start.tolist() == [3, 2, 5]
     assert sequences.position_ids.tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 3]]
 
 
 def test_a_response_sees_its_prompt_and_itself_up_to_each_token_and_no_other():
-    sequences = shared_sequences(two_groups())
+    sequences = shared_sequences(two_groups(), sharing=2)
     # Rows see columns, both in the order 7 8 9 | 1 2 | 3.
     assert sequences.attention_mask[1, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
@@ -429,16 +439,46 @@ def test_a_response_sees_its_prompt_and_itself_up_to_each_token_and_no_other():
     ]
 
 
+def test_a_prompt_that_comes_twice_in_a_batch_makes_no_sequence_longer():
+    # Two groups of two with prompt 7 8, and a group with prompt 7 8 0 between them.
+    tokens = torch.tensor([[7, 8, 1, 0]] * 2 + [[7, 8, 0, 1]] * 2 + [[7, 8, 1, 0]] * 2)
+    batch = replace(
+        two_groups().select([1, 1, 1, 1, 1, 1]),
+        tokens=tokens,
+        prompt_length=torch.tensor([2, 2, 3, 3, 2, 2]),
+        mask=torch.ones(6, 1).bool(),
+    )
+    a, b, c = sequence_of_response(batch, sharing=2).view(3, 2).tolist()
+    assert {a[0], b[0], c[0]} == {a[1], b[1], c[1]} == {0, 1, 2}
+    assert sequence_of_response(batch, sharing=1).tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_shared_prompt_changes_no_log_probability(stale_batch, moved, group):
     policy = build_policy(moved, group)
     for rows in [0], [], [9, 2, 1, 14, 0], list(range(16)):
         batch = stale_batch.select(rows)
         logps = {}
-        for policy.share_prompts in False, True:
+        for policy.sharing in 1, 4:
             with torch.no_grad():
-                logps[policy.share_prompts] = policy(batch)
-        for alone, shared in zip(logps[False], logps[True], strict=True):
+                logps[policy.sharing] = policy(batch)
+        for alone, shared in zip(logps[1], logps[4], strict=True):
             torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
+
+
+def places_read(policy: Policy) -> list[int]:
+    """A list that gets the number of places of each forward pass from here on."""
+    read: list[int] = []
+    policy.model.base_model.register_forward_pre_hook(
+        lambda model, inputs, keywords: read.append(keywords["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    return read
+
+
+def lengths_of_groups(rollouts: Rollouts) -> torch.Tensor:
+    """A prompt and its four responses, in tokens: [P]."""
+    response_tokens = rollouts.mask.sum(dim=1).view(-1, 4).sum(dim=1)
+    return rollouts.prompt_length[::4] + response_tokens
 
 
 def test_a_shared_prompt_changes_no_gradient_and_is_computed_once(
@@ -446,69 +486,97 @@ def test_a_shared_prompt_changes_no_gradient_and_is_computed_once(
 ):
     policy = build_policy(moved, group)
     expected, expected_stats = gradient_by(policy, stale_batch)
-    read: list[int] = []
-    policy.model.base_model.register_forward_pre_hook(
-        lambda model, inputs, keywords: read.append(keywords["input_ids"].numel()),
-        with_kwargs=True,
-    )
-    policy.share_prompts = True
+    read = places_read(policy)
+    policy.sharing = 4
     gradient, stats = gradient_by(policy, stale_batch)
     assert relative_distance(gradient, expected) < 1e-5
     assert stats == pytest.approx(expected_stats, rel=1e-4)
-    # Four sequences, padded to the longest: a prompt and its four responses.
-    response_tokens = stale_batch.mask.sum(dim=1).view(4, 4).sum(dim=1)
-    lengths = stale_batch.prompt_length[::4] + response_tokens
-    assert read == [4 * int(lengths.max())]
+    # Four sequences, padded to the longest.
+    assert read == [4 * int(lengths_of_groups(stale_batch).max())]
+
+
+def test_no_forward_pass_reads_more_than_micro_batch_tokens_with_shared_prompts(
+    stale_batch, moved, group
+):
+    policy = build_policy(moved, group)
+    policy.sharing = 4
+    read = places_read(policy)
+    longest = int(lengths_of_groups(stale_batch).max())
+    gradient_by(policy, stale_batch, longest)
+    compute_logp_prox(policy, stale_batch, Config(micro_batch_tokens=longest))
+    # Twice for the gradient, as e_B takes a pass, and once for log pi_prox.
+    assert len(read) == 3 * 4
+    assert max(read) <= longest
 
 
 def test_micro_batches_have_whole_groups_where_these_share_a_prompt(stale_batch, group):
-    rows = list(range(16))
-    response_tokens = stale_batch.mask.sum(dim=1).view(4, 4).sum(dim=1)
-    longest = int((stale_batch.prompt_length[::4] + response_tokens).max())
+    longest = int(lengths_of_groups(stale_batch).max())
     for groups_of_each in 1, 2, 4:
         micro_batches = rows_of_micro_batches(
-            stale_batch, rows, groups_of_each * longest, share_prompts=True
+            stale_batch, list(range(16)), groups_of_each * longest, sharing=4
         )
-        assert sorted(row for some in micro_batches for row in some) == rows
-        groups = [[row // 4 for row in some[::4]] for some in micro_batches]
-        assert sorted(sum(groups, [])) == [0, 1, 2, 3]
         assert len(micro_batches) <= 4 / groups_of_each
-        for some in micro_batches:
-            sequences = shared_sequences(stale_batch.select(some))
-            assert sequences.tokens.numel() <= groups_of_each * longest
+        groups = []
+        for rows in micro_batches:
+            of_micro_batch = sorted({row // 4 for row in rows})
+            # All rows of its groups, and no others.
+            assert sorted(rows) == [
+                4 * number + j for number in of_micro_batch for j in range(4)
+            ]
+            groups += of_micro_batch
+        assert sorted(groups) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    "field, value, can_share",
+    "config, can_share",
     [
-        ("layer_types", None, True),
-        ("layer_types", ["full_attention"] * 3, True),
-        ("layer_types", ["full_attention", "linear_attention", "conv"], False),
-        ("layer_types", ["full_attention", "sliding_attention"], False),
-        ("sliding_window", 4096, True),
-        ("sliding_window", 128, False),
-        ("_attn_implementation", "eager", False),
+        (LlamaConfig(), True),
+        (Qwen2Config(), True),
+        # Its layers have a window of 4,096 tokens.
+        (MistralConfig(), True),
+        (MistralConfig(sliding_window=128), False),
+        # Some of its layers are convolutions.
+        (Lfm2Config(layer_types=["conv", "full_attention"] * 16), False),
+        # It carries a state along.
+        (MambaConfig(), False),
     ],
+    ids=lambda value: getattr(value, "model_type", str(value)),
 )
-def test_a_prompt_is_shared_only_where_every_layer_heeds_the_mask(
-    field, value, can_share
-):
-    model = AutoModelForCausalLM.from_pretrained("tiny")
-    setattr(model.config, field, value)
+def test_a_prompt_is_shared_only_where_every_layer_heeds_the_mask(config, can_share):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     assert can_share_prompts(model) is can_share
-    model._is_stateful = True
-    assert not can_share_prompts(model)
 
 
-@pytest.mark.parametrize("group_size, shares", [(4, True), (8, False)])
-def test_a_run_shares_prompts_where_the_longest_group_has_512_tokens_at_most(
-    group_size, shares, engine, group, tmp_path, monkeypatch
+def test_a_prompt_is_shared_only_under_an_attention_that_takes_such_a_mask():
+    for attention, can_share in ("sdpa", True), ("eager", False):
+        model = AutoModelForCausalLM.from_pretrained(
+            "tiny", attn_implementation=attention
+        )
+        assert can_share_prompts(model) is can_share
+
+
+def test_a_group_shares_its_prompt_where_it_has_512_tokens_at_most():
+    cfg = Config(group_size=4, max_response_tokens=64)
+    # The longest prompt, and 4 responses of 64 tokens: 256 + 4 * 64 = 512.
+    assert sharing_of(cfg, longest=256 + 64) == 4
+    assert sharing_of(cfg, longest=257 + 64) == 1
+    # Nor is a sequence longer than a micro-batch where it need not be.
+    small = Config(group_size=4, max_response_tokens=64, micro_batch_tokens=511)
+    assert sharing_of(small, longest=256 + 64) == 1
+
+
+def test_the_policy_of_a_run_shares_prompts_where_its_groups_are_short(
+    engine, group, tmp_path, monkeypatch
 ):
-    # At most 4 * 64 and 8 * 64 tokens of responses, and the prompt.
-    cfg = Config(group_size=group_size, max_response_tokens=64)
     monkeypatch.setattr(train, "build_engines", lambda cfg, longest: (engine, engine))
-    run = train.Run(cfg, load_data(cfg), tmp_path, group)
-    assert run.policy.share_prompts is shares
+    # Signals stay those of the tests.
+    monkeypatch.setattr(train, "catch_signals", list)
+    for group_size, sharing in (4, 4), (8, 1):
+        # At most 4 * 64 and 8 * 64 tokens of responses, and the prompt.
+        cfg = Config(group_size=group_size, max_response_tokens=64)
+        run = train.Run(cfg, load_data(cfg), tmp_path, group)
+        assert run.policy.sharing == sharing
 
 
 # 3 update: what is computed

@@ -86,6 +86,11 @@ SHARED_GRADIENT = (
 WHOLE_GROUPS = (
     "test_loop.test_micro_batches_have_whole_groups_where_these_share_a_prompt"
 )
+FULL_MICRO_BATCHES = (
+    "test_loop."
+    "test_no_forward_pass_reads_more_than_micro_batch_tokens_with_shared_prompts"
+)
+TWICE = "test_loop.test_a_prompt_that_comes_twice_in_a_batch_makes_no_sequence_longer"
 LOGP_PROX = (
     "test_loop.test_logp_prox_is_of_the_policy_before_the_first_update_on_the_batch"
 )
@@ -228,15 +233,24 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "micro-batches larger than allowed": Mistake(
         train.rows_of_micro_batches,
-        "(len(newest) + 1) * length[number] > max_tokens",
-        "len(newest) * length[number] > max_tokens",
+        "(len(newest) + 1) * length[sequence] > max_tokens",
+        "len(newest) * length[sequence] > max_tokens",
         ["test_loop.test_micro_batches_have_each_row_once_and_keep_to_their_size"],
     ),
     "micro-batches that divide a group whose prompt is shared": Mistake(
         train.rows_of_micro_batches,
-        "prompt[row] if prompt else row",
-        "row",
+        "sequence_of_row[row]]",
+        "row]",
         [WHOLE_GROUPS],
+    ),
+    "micro-batches of the gradient that know nothing of shared prompts": Mistake(
+        train.accumulate_gradient, "policy.sharing", "1", [FULL_MICRO_BATCHES]
+    ),
+    "micro-batches of log pi_prox that know nothing of shared prompts": Mistake(
+        train.compute_logp_prox, "policy.sharing", "1", [FULL_MICRO_BATCHES]
+    ),
+    "a prompt shared by all groups that have it": Mistake(
+        policy.sequence_of_response, "earlier // sharing", "0", [TWICE]
     ),
     "e_B of the first micro-batch": Mistake(
         train.accumulate_gradient,
@@ -346,13 +360,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "positions that go on through the responses of a shared sequence": Mistake(
         policy.shared_sequences,
-        "position_ids[number[row], start[row] + t] = position",
-        "position_ids[number[row], start[row] + t] = start[row] + t",
+        "position_ids[sequence, place] = position",
+        "position_ids[sequence, place] = place",
         [SHARED_LOGP],
     ),
     "a prompt said to be shared, and computed for each response": Mistake(
         policy.Policy.sequences,
-        "return shared_sequences(rollouts)",
+        "return shared_sequences(rollouts, self.sharing)",
         "return own_sequences(rollouts)",
         [SHARED_GRADIENT],
     ),
