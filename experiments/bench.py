@@ -42,7 +42,14 @@ from loss import OBJECTIVES
 from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
 from support.flags import Flags, Refused, parse_flags
-from train import Config, accumulate_gradient, add_reward, load_data, sample_step
+from train import (
+    Config,
+    accumulate_gradient,
+    add_reward,
+    load_data,
+    sample_step,
+    sharing_of,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments/results/bench.json"
@@ -106,7 +113,8 @@ def kl_cost(
     without the optimizer's step, which has nothing to do with K.
     """
     data = load_data(cfg)
-    policy = build_policy(cfg.model, mesh, dtype=cfg.dtype)
+    sharing = sharing_of(cfg, data.longest)
+    policy = build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=sharing)
     engine_of = {}
     for listed in (0, LISTED):
         engine_of[listed] = Engine(

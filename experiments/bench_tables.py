@@ -28,13 +28,30 @@ SPEED_ROWS = [
         "update",
         "share of the ceiling",
     ),
-    ("update, tokens a second", "", "update", "tokens a second"),
-    ("padding, share of the places", "", "update", "share of padding"),
     (
-        "tokens left if a group shared its prompt",
+        "update, tokens a second, each response with its prompt",
         "",
         "update",
-        "share left if prompts were shared",
+        "tokens a second",
+    ),
+    ("padding, share of the places", "", "update", "share of padding"),
+    (
+        "responses that share their prompt's sequence in a run",
+        "",
+        "update",
+        "responses that share a sequence",
+    ),
+    (
+        "tokens that the model reads if groups share their prompts, share of all",
+        "",
+        "shared prompts",
+        "share of the tokens read",
+    ),
+    (
+        "gradient's time if groups share their prompts, beside that if not",
+        "",
+        "shared prompts",
+        "shared / alone",
     ),
     ("sync, GB/s", "", "sync", "GB/s"),
     (
@@ -76,10 +93,13 @@ def table_of_machine(machine: dict[str, Any]) -> str:
 
 
 def table_of_speed(models: dict[str, Any]) -> str:
-    """The goals, and each model beside them."""
+    """The goals, and each model beside them; empty where a part was not measured."""
     rows = []
     for title, goal, part, name in SPEED_ROWS:
-        cells = [cell(model[part][name]) for model in models.values()]
+        cells = [
+            cell(model[part][name]) if part in model else ""
+            for model in models.values()
+        ]
         rows.append([title, goal, *cells])
     return table([["", "goal", *models], *rows])
 

@@ -19,7 +19,14 @@ from torch.distributed import DeviceMesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.memory import peak_bytes
 from loss import OBJECTIVES
-from policy import CHUNK, Policy, build_policy, chunk_log_probabilities, full_weights
+from policy import (
+    CHUNK,
+    Policy,
+    build_policy,
+    can_share_prompts,
+    chunk_log_probabilities,
+    full_weights,
+)
 from rollout import Engine, Rollouts
 from train import (
     Config,
@@ -29,6 +36,7 @@ from train import (
     load_data,
     rows_of_micro_batches,
     sample_step,
+    sharing_of,
 )
 
 TURNS = 3
@@ -187,10 +195,10 @@ def measure_update(
 ) -> dict[str, Any]:
     """An optimizer step on all rollouts, beside the machine's products in its dtype.
 
-    A token counts 6 operations a parameter, and tokens are those of prompts and
-    responses: neither padding nor what is computed twice counts. (The head counts for
-    the tokens of prompts too, where it is not applied.) Also the share of the tokens
-    that would be left if a group's prompt were computed once, not once a response.
+    A token that the model reads counts 6 operations a parameter. Neither padding nor
+    what is computed twice counts, and a prompt that a group shares counts once. (The
+    head counts for the tokens of prompts too, where it is not applied.) Tokens a second
+    are of prompts and responses, with the prompt of each.
     """
     rows = list(range(len(rollouts.text)))
     optimizer, _ = build_optimizer(policy, cfg)
@@ -204,21 +212,64 @@ def measure_update(
     products = Products(cfg.dtype, device)
     seconds = in_turn(update=update, products=products)
     tokens = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).sum())
-    repeated = rollouts.prompt_length.sum() * (cfg.group_size - 1) / cfg.group_size
+    read = tokens_read(policy, rollouts)
     places = 0
-    for chosen in rows_of_micro_batches(rollouts, rows, cfg.micro_batch_tokens):
-        places += rollouts.select(chosen).tokens.numel()
+    for chosen in rows_of_micro_batches(
+        rollouts, rows, cfg.micro_batch_tokens, policy.sharing
+    ):
+        places += policy.sequences(rollouts.select(chosen)).tokens.numel()
     parameters = sum(weight.numel() for weight in policy.parameters())
     # How long the operations of the update take where they are large products.
-    scale = 6 * parameters * tokens / products.operations
+    scale = 6 * parameters * read / products.operations
     at_best = [scale * s for s in seconds["products"]]
     return {
         "tokens": tokens,
+        "tokens read": read,
         "seconds": spread(seconds["update"]),
         "tokens a second": spread([tokens / s for s in seconds["update"]]),
         "share of the ceiling": ratios(at_best, seconds["update"]),
-        "share of padding": 1 - tokens / places,
-        "share left if prompts were shared": float(1 - repeated / tokens),
+        "share of padding": 1 - read / places,
+        "responses that share a sequence": policy.sharing,
+    }
+
+
+def tokens_read(policy: Policy, rollouts: Rollouts) -> int:
+    """Tokens that the model reads: the responses, and the prompt of each sequence."""
+    sequences = policy.sequences(rollouts)
+    prompts = dict(
+        zip(
+            sequences.of_response.tolist(),
+            rollouts.prompt_length.tolist(),
+            strict=True,
+        )
+    )
+    return int(rollouts.mask.sum()) + sum(prompts.values())
+
+
+def measure_sharing(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[str, Any]:
+    """The gradient where a group shares its prompt, beside that where none does.
+
+    All of it is one micro-batch, so that neither has a pass for e_B.
+    """
+    rows = list(range(len(rollouts.text)))
+    whole = cfg.model_copy(update={"micro_batch_tokens": 2**30})
+    sharing_in_a_run = policy.sharing
+
+    def gradient(sharing: int) -> None:
+        policy.sharing = sharing
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], whole, step=1)
+        policy.zero_grad()
+
+    seconds = in_turn(
+        alone=partial(gradient, 1), shared=partial(gradient, cfg.group_size)
+    )
+    tokens = {}
+    for policy.sharing in 1, cfg.group_size:
+        tokens[policy.sharing] = tokens_read(policy, rollouts)
+    policy.sharing = sharing_in_a_run
+    return {
+        "share of the tokens read": tokens[cfg.group_size] / tokens[1],
+        "shared / alone": ratios(seconds["shared"], seconds["alone"]),
     }
 
 
@@ -247,14 +298,13 @@ def measure_sync(policy: Policy, engine: Engine, dtype: str) -> dict[str, Any]:
 
 
 def measure_compile(
-    cfg: Config, mesh: DeviceMesh, rollouts: Rollouts
+    plain: Policy, compiled: Policy, rollouts: Rollouts, cfg: Config
 ) -> dict[str, Any]:
     """The gradient with each layer compiled by torch.compile, beside the one without.
 
     Two policies, since a compiled one cannot be had back.
     """
     rows = list(range(len(rollouts.text)))
-    plain, compiled = (build_policy(cfg.model, mesh, dtype=cfg.dtype) for _ in range(2))
     for layer in compiled.model.base_model.layers:
         layer.compile(dynamic=True)
 
@@ -281,10 +331,12 @@ def measure_ess_pass(
     there is no such pass.
     """
     rows = list(range(len(rollouts.text)))
-    length = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).max())
-    rows_of_each = -(-len(rows) // MICRO_BATCHES)
-    several = cfg.model_copy(update={"micro_batch_tokens": rows_of_each * length})
-    micro_batches = rows_of_micro_batches(rollouts, rows, several.micro_batch_tokens)
+    sequences, longest = policy.sequences(rollouts).tokens.shape
+    sequences_of_each = -(-sequences // MICRO_BATCHES)
+    several = cfg.model_copy(update={"micro_batch_tokens": sequences_of_each * longest})
+    micro_batches = rows_of_micro_batches(
+        rollouts, rows, several.micro_batch_tokens, policy.sharing
+    )
 
     def gradient() -> None:
         objective = OBJECTIVES["p3o"]
@@ -370,7 +422,11 @@ def measure_speed(
     Its engine is put into `engines`: one that is freed takes the process group along.
     """
     data = load_data(cfg)
-    policy = build_policy(cfg.model, mesh, dtype=cfg.dtype)
+    sharing = sharing_of(cfg, data.longest)
+    policy, compiled = (
+        build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=sharing)
+        for _ in range(2)
+    )
     engine = Engine(
         cfg.model,
         data.longest,
@@ -383,11 +439,14 @@ def measure_speed(
     rollouts = sample_step(engine, cfg, 1, data.train.prompts)
     add_reward(rollouts, cfg, 1, data.train.problems)
     prompts = data.train.prompts[: cfg.prompts_per_step]
-    return {
+    measured = {
         "rollout": measure_rollout(engine, cfg, prompts),
         "update": measure_update(policy, rollouts, cfg, mesh.device_type),
         "sync": measure_sync(policy, engine, cfg.dtype),
-        "torch.compile": measure_compile(cfg, mesh, rollouts),
+        "torch.compile": measure_compile(policy, compiled, rollouts, cfg),
         "pass for e_B": measure_ess_pass(policy, rollouts, cfg, mesh.device_type),
         "profile": profile_update(policy, rollouts, cfg),
     }
+    if can_share_prompts(policy.model):
+        measured["shared prompts"] = measure_sharing(policy, rollouts, cfg)
+    return measured
