@@ -1,9 +1,10 @@
 """The runs of a pretrained model: their plan, their flags, and their table."""
 
+from conftest import ROOT
 from test_laboratory import row_of
 
 from experiments import pretrained
-from experiments.mismatch import Cell
+from experiments.mismatch import Cell, finished
 from support.flags import parse_flags
 from train import Config
 
@@ -54,3 +55,11 @@ def test_the_table_has_means_over_seeds_and_p3os_difference_in_pairs():
     # Seed 1 has no run of GRPO: its pair does not count.
     assert cell(of_grpo, "P3O's less it") == "0.300"
     assert cell(of_grpo, "seeds") == "1"
+
+
+def test_the_committed_table_is_that_of_the_committed_runs_and_of_the_page():
+    done = finished(pretrained.RESULTS / "pretrained.jsonl")
+    text = pretrained.report(done)
+    assert (pretrained.RESULTS / "pretrained.md").read_text() == text
+    page = (ROOT / "experiments/README.md").read_text()
+    assert text in page
