@@ -14,7 +14,7 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/torchrun --standalone train.py
 
-# In two processes: each test waits for one core most of the time. The slow ones use both.
+# In two processes, as most tests keep one core busy. The slow ones use both.
 test: .venv/installed
 	$(BIN)/python -m pytest -q -m "not slow" --numprocesses 2 --dist loadfile
 
