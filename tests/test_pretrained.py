@@ -11,9 +11,10 @@ from train import Config
 
 def test_each_mismatch_has_each_objective_with_three_seeds():
     cells = pretrained.plan({})
-    assert len(cells) == len(set(cells)) == 2 * 3 * 3
+    # Three objectives under fp8, and four with hot rollouts.
+    assert len(cells) == len(set(cells)) == (3 + 4) * 3
     # Seed by seed: a grid that is stopped has whole comparisons.
-    assert [cell.seed for cell in cells] == 6 * [0] + 6 * [1] + 6 * [2]
+    assert [cell.seed for cell in cells] == 7 * [0] + 7 * [1] + 7 * [2]
 
 
 def test_a_run_is_the_recipe_but_for_its_length_objective_mismatch_and_seed():
