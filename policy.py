@@ -122,6 +122,12 @@ def own_sequences(rollouts: Rollouts) -> Sequences:
     return Sequences(rollouts.tokens, of_response, rollouts.prompt_length)
 
 
+def prompt_mask(rollouts: Rollouts) -> torch.Tensor:
+    """Which of the tokens of each response's row are its prompt's, [N, L] bool."""
+    position = torch.arange(rollouts.tokens.shape[1], device=rollouts.tokens.device)
+    return position < rollouts.prompt_length[:, None]
+
+
 def sequence_of_response(rollouts: Rollouts, sharing: int) -> torch.Tensor:
     """The number of each response's sequence, [N] from 0 on.
 
@@ -129,9 +135,7 @@ def sequence_of_response(rollouts: Rollouts, sharing: int) -> torch.Tensor:
     """
     if sharing == 1:
         return torch.arange(len(rollouts.mask), device=rollouts.mask.device)
-    place = torch.arange(rollouts.tokens.shape[1], device=rollouts.tokens.device)
-    is_prompt = place < rollouts.prompt_length[:, None]  # [N, L]
-    prompts = rollouts.tokens.masked_fill(~is_prompt, -1)
+    prompts = rollouts.tokens.masked_fill(~prompt_mask(rollouts), -1)
     _, prompt = prompts.unique(dim=0, return_inverse=True)  # [N] its number
     # How many responses to the same prompt come before this one.
     earlier = (prompt[:, None] == prompt).tril(-1).sum(dim=1)  # [N]
@@ -160,9 +164,7 @@ def shared_sequences(rollouts: Rollouts, sharing: int) -> Sequences:
     # padding: it comes last, where no token sees it.
     owner = torch.zeros_like(tokens)
 
-    position = torch.arange(rollouts.tokens.shape[1], device=device)
-    is_prompt = position < rollouts.prompt_length[:, None]
-    row, position = is_prompt.nonzero(as_tuple=True)
+    row, position = prompt_mask(rollouts).nonzero(as_tuple=True)
     # The prompts of a sequence are equal, so it does not matter which is written last.
     tokens[of_response[row], position] = rollouts.tokens[row, position]
     position_ids[of_response[row], position] = position

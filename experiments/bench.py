@@ -9,7 +9,7 @@ two cores SmolLM2 (its folder is made by experiments/smollm2.py), beside TRL's
 GRPOTrainer (pip install trl==1.16.0 accelerate). Seconds depend on the machine, and
 ratios hardly: what is compared runs in turn, and a ratio is the median of those of each
 turn. The results go to experiments/results/bench.json, where a part that did not run
-stays as it was, and as tables to bench.md beside it.
+stays as it was, and as one table, with what stands behind it, to bench.md beside it.
 """
 
 import json
@@ -212,10 +212,12 @@ def speeds(model: str, mesh: DeviceMesh, engines: list[Engine]) -> dict[str, Any
 
 def kl_costs(model: str, mesh: DeviceMesh, engines: list[Engine]) -> dict[str, Any]:
     """What the K tokens cost each model, and on paper."""
-    models = {"tiny": kl_cost(Config(), mesh, engines, turns=10)}
+    tiny = Config(dtype="float32")
+    models = {"tiny, float32": kl_cost(tiny, mesh, engines, turns=10)}
     if model:
         settings = SIZES[mesh.device_type] | {"model": model, "dtype": "bfloat16"}
-        models[Path(model).name] = kl_cost(Config(**settings), mesh, engines, turns=4)
+        name = f"{Path(model).name}, bfloat16"
+        models[name] = kl_cost(Config(**settings), mesh, engines, turns=4)
     return {"on paper": kl_on_paper(), "models": models}
 
 

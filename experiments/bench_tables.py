@@ -7,67 +7,47 @@ from typing import Any
 
 from experiments.tables import table
 
-# Of the table of speed: title, goal, and where speed.measure_speed has the number.
-SPEED_ROWS = [
-    ("rollout, tokens a second", "", "rollout", "tokens a second"),
-    (
-        "rollout, beside vLLM driven directly, with log-probabilities",
-        "0.97 or more",
-        "rollout",
-        "speed beside vLLM as asked",
+# A number, or its median, least and most; None if it was not measured.
+Value = float | dict[str, float] | None
+
+# What experiments/speed.py found of a model: its part and name there, and its title.
+SPEED_TITLES = {
+    ("rollout", "tokens a second"): "rollout, tokens a second",
+    ("rollout", "speed beside vLLM as asked"): "rollout, beside vLLM driven directly",
+    ("rollout", "speed beside vLLM bare"): "the same, beside vLLM without "
+    "log-probabilities",
+    ("update", "tokens a second"): "update, tokens a second, each response with its "
+    "prompt",
+    ("update", "share of the ceiling"): "update, share of the machine's products",
+    ("update", "share of padding"): "padding, share of the places",
+    ("update", "responses that share a sequence"): "responses that share their "
+    "prompt's sequence in a run",
+    ("shared prompts", "share of the tokens read"): "tokens that the model reads if "
+    "groups share their prompts, share of all",
+    ("shared prompts", "shared / alone"): "gradient's time if groups share their "
+    "prompts, beside that if not",
+    ("pass for e_B", "share of the update"): "pass for e_B with several "
+    "micro-batches, share of the gradient's time",
+    ("torch.compile", "compiled / plain"): "gradient's time with compiled layers, "
+    "beside that without",
+    ("torch.compile", "seconds of the first"): "the first gradient with compiled "
+    "layers, s",
+    ("sync", "GB/s"): "sync, GB/s",
+}
+# By the titles of the table.
+GOALS = {
+    "a step beside TRL's with transformers": ("at most", 0.33),
+    "a step beside TRL's with vllm": ("at most", 0.33),
+    "rollout, beside vLLM driven directly": ("at least", 0.97),
+    "update, share of the machine's products": ("at least", 0.60),
+    "sync, share of the step": ("at most", 0.03),
+    "pass for e_B with several micro-batches, share of the gradient's time": (
+        "at most",
+        0.33,
     ),
-    (
-        "the same, beside vLLM without them",
-        "",
-        "rollout",
-        "speed beside vLLM bare",
-    ),
-    (
-        "update, share of the products' ceiling in its dtype",
-        "0.60 or more",
-        "update",
-        "share of the ceiling",
-    ),
-    (
-        "update, tokens a second, each response with its prompt",
-        "",
-        "update",
-        "tokens a second",
-    ),
-    ("padding, share of the places", "", "update", "share of padding"),
-    (
-        "responses that share their prompt's sequence in a run",
-        "",
-        "update",
-        "responses that share a sequence",
-    ),
-    (
-        "tokens that the model reads if groups share their prompts, share of all",
-        "",
-        "shared prompts",
-        "share of the tokens read",
-    ),
-    (
-        "gradient's time if groups share their prompts, beside that if not",
-        "",
-        "shared prompts",
-        "shared / alone",
-    ),
-    ("sync, GB/s", "", "sync", "GB/s"),
-    (
-        "pass for e_B, share of the gradient's time, itself included",
-        "0.33 or less",
-        "pass for e_B",
-        "share of the update",
-    ),
-    (
-        "torch.compile of the layers, gradient's time beside the plain one's",
-        "",
-        "torch.compile",
-        "compiled / plain",
-    ),
-    ("and the first gradient, s", "", "torch.compile", "seconds of the first"),
-]
+    "peak memory of the head, vocabulary of 49,152 tokens": ("at most", 0.125),
+    "peak memory of the head, vocabulary of 151,936 tokens": ("at most", 0.125),
+}
 
 
 def format_number(value: float) -> str:
@@ -77,8 +57,10 @@ def format_number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def cell(value: float | dict[str, float]) -> str:
+def cell(value: Value) -> str:
     """A number, or a spread: its median, with the least and the most."""
+    if value is None:
+        return ""
     if not isinstance(value, dict):
         return format_number(value)
     median, least, most = (
@@ -87,35 +69,73 @@ def cell(value: float | dict[str, float]) -> str:
     return f"{median} [{least}, {most}]"
 
 
-def table_of_machine(machine: dict[str, Any]) -> str:
-    rows = [[name, cell(value)] for name, value in machine.items()]
-    return table([["the machine", "at most"], *rows])
+def table_of_all(results: dict[str, Any]) -> str:
+    """A row for each quantity, with its goal, and a column for each model and dtype.
+
+    A cell is bold if its median falls short of the goal.
+    """
+    columns = {name: numbers_of(name, results) for name in results["speed"]["models"]}
+    lines = [["", "goal", *columns]]
+    for title in next(iter(columns.values())):
+        values = [found[title] for found in columns.values()]
+        if all(value is None for value in values):
+            continue
+        side, bound = GOALS.get(title, ("", 0.0))
+        line = [title, f"{side} {bound:g}" if side else ""]
+        for value in values:
+            text = cell(value)
+            line.append(f"**{text}**" if falls_short(value, side, bound) else text)
+        lines.append(line)
+    return table(lines)
 
 
-def table_of_speed(models: dict[str, Any]) -> str:
-    """The goals, and each model beside them; empty where a part was not measured."""
-    rows = []
-    for title, goal, part, name in SPEED_ROWS:
-        cells = [
-            cell(model[part][name]) if part in model else ""
-            for model in models.values()
-        ]
-        rows.append([title, goal, *cells])
-    return table([["", "goal", *models], *rows])
+def falls_short(value: Value, side: str, bound: float) -> bool:
+    """Whether a number, or the median of several, misses a goal; without one, no."""
+    if value is None:
+        return False
+    median = value["median"] if isinstance(value, dict) else value
+    return (side == "at most" and median > bound) or (
+        side == "at least" and median < bound
+    )
 
 
-def table_of_heads(heads: dict[str, Any]) -> str:
-    rows = [
-        [
-            name,
-            format_number(head["bytes in chunks"] / 1e9),
-            format_number(head["bytes at once"] / 1e9),
-            format_number(head["ratio"]),
-        ]
-        for name, head in heads.items()
-    ]
-    head = ["vocabulary", "in chunks, GB", "all at once, GB", "ratio (goal: 0.125)"]
-    return table([head, *rows])
+def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
+    """All that is measured of a model in a dtype ("tiny, float32"), by its title."""
+    dtype = column.split(", ")[-1]
+    found: dict[str, Value] = {}
+    rates = results["speed"]["machine's rates"]
+    found["the machine's products, GFLOP/s in the dtype"] = rates[f"GFLOP/s, {dtype}"]
+    found["the machine's memory, GB/s"] = rates["memory, GB/s"]
+
+    steps = results.get("steps", {"arms": {}, "ratios": {}})
+    name = "tiny" if column.startswith("tiny") else f"ours, {dtype}"
+    arm = steps["arms"].get(name, {})
+    found["a step, s"] = arm.get("seconds")
+    for engine in ("transformers", "vllm"):
+        ratio = steps["ratios"].get(f"{name} / TRL with {engine}, {dtype}")
+        found[f"a step beside TRL's with {engine}"] = ratio
+    found["sync, share of the step"] = arm.get("share of the sync")
+
+    model = results["speed"]["models"][column]
+    for (part, name), title in SPEED_TITLES.items():
+        found[title] = model.get(part, {}).get(name)
+
+    # The head is measured in float32 and is of no model: each column has the same.
+    for vocabulary, head in results["speed"]["heads"].items():
+        found[f"peak memory of the head, vocabulary of {vocabulary}"] = head["ratio"]
+
+    kl = results.get("exact KL", {"models": {}})["models"].get(column)
+    for phase in ("rollout", "gradient"):
+        title = f"{phase}, processor time with the KL's 20 tokens, beside none"
+        found[title] = kl and {
+            "median": kl[phase]["ratio of processor seconds"],
+            "least": kl[phase]["ratios"][0],
+            "most": kl[phase]["ratios"][-1],
+        }
+    peak = "peak bytes of the gradient"
+    added = kl and 100 * (kl["K = 20"][peak] / kl["K = 0"][peak] - 1)
+    found["peak memory that these add to the gradient, %"] = added
+    return found
 
 
 def table_of_arms(arms: dict[str, Any]) -> str:
@@ -123,12 +143,12 @@ def table_of_arms(arms: dict[str, Any]) -> str:
     for name, arm in arms.items():
         phases = [
             format_number(arm[phase]) if phase in arm else ""
-            for phase in ("rollout", "update", "sync", "share of the sync")
+            for phase in ("rollout", "update", "sync")
         ]
         tokens = format_number(arm["tokens of a response"])
         rows.append([name, cell(arm["seconds"]), *phases, tokens])
     head = ["", "step, s", "rollout, s", "update, s", "sync, s"]
-    return table([[*head, "its share (goal: 0.03)", "tokens of a response"], *rows])
+    return table([[*head, "tokens of a response"], *rows])
 
 
 def table_of_ratios(ratios: dict[str, Any]) -> str:
@@ -149,27 +169,6 @@ def table_of_profile(profile: list[dict[str, Any]]) -> str:
     return table([["operator", "% of the time", "calls"], *rows])
 
 
-def table_of_kl(exact_kl: dict[str, Any]) -> str:
-    """What K = 20 listed tokens cost, beside none."""
-    rows = []
-    for name, found in exact_kl.items():
-        peak = "peak bytes of the gradient"
-        cells = [
-            cell(
-                {
-                    "median": found[phase]["ratio of processor seconds"],
-                    "least": found[phase]["ratios"][0],
-                    "most": found[phase]["ratios"][-1],
-                }
-            )
-            for phase in ("rollout", "gradient")
-        ]
-        memory = found["K = 20"][peak] / found["K = 0"][peak]
-        rows.append([name, *cells, f"{memory:.4f}"])
-    head = ["K = 20 / K = 0", "rollout, processor time", "gradient, processor time"]
-    return table([[*head, "gradient, peak memory"], *rows])
-
-
 def made_by(part: dict[str, Any]) -> str:
     """What measured a part, and on what."""
     versions = ", ".join(
@@ -179,13 +178,21 @@ def made_by(part: dict[str, Any]) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """All of it as a page."""
-    sections = ["# The benchmark"]
+    """All of it as a page: one table, and what stands behind its steps and updates."""
+    parts = [
+        results[name] for name in ("steps", "speed", "exact KL") if name in results
+    ]
+    sections = ["# The benchmark", *dict.fromkeys(made_by(part) for part in parts)]
+    if "speed" in results:
+        sections += [
+            "Medians, with the least and the most in brackets; bold where the median "
+            "falls short of its goal.",
+            table_of_all(results),
+        ]
     if "steps" in results:
         steps = results["steps"]
         sections += [
             "## Whole steps",
-            made_by(steps),
             f"Every command ran {steps['rounds']} times, in turn. A step lasts from "
             "the line that a trainer prints to the next one.",
             table_of_arms(steps["arms"]),
@@ -194,25 +201,9 @@ def report(results: dict[str, Any]) -> str:
         if steps["failed"]:
             sections.append(table_of_failures(steps["failed"]))
     if "speed" in results:
-        speed = results["speed"]
-        sections += [
-            "## Beside what is possible",
-            made_by(speed),
-            table_of_machine(speed["machine's rates"]),
-            table_of_speed(speed["models"]),
-            "## Memory of log pi_theta and its gradient",
-            table_of_heads(speed["heads"]),
-        ]
-        for name, model in speed["models"].items():
+        for name, model in results["speed"]["models"].items():
             sections += [
                 f"## Where the time of a gradient goes: {name}",
                 table_of_profile(model["profile"]),
             ]
-    if "exact KL" in results:
-        exact_kl = results["exact KL"]
-        sections += [
-            "## What the K tokens of the KL cost",
-            made_by(exact_kl),
-            table_of_kl(exact_kl["models"]),
-        ]
     return "\n\n".join(sections) + "\n"

@@ -25,6 +25,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.meter import load_prompts, score_rollouts
+from experiments.tables import table
 from loss import KL_ESTIMATORS, effective_sample_size, kl_divergence
 from policy import Policy
 from rollout import Engine, init_distributed, noise_seeds
@@ -150,12 +151,11 @@ def tightness(
     return found
 
 
-def table(results: dict[str, Any]) -> str:
+def table_of_settings(results: dict[str, Any]) -> str:
     """Markdown, with a column for each setting."""
     settings = results["settings"]
     rows = [
         ["", *settings],
-        ["---"] * (1 + len(settings)),
         ["tokens", *(str(found["tokens"]) for found in settings.values())],
         ["e_B", *(f"{found['e_B']:.3f}" for found in settings.values())],
         ["KL, nats a token", *(f"{found['KL']:.5f}" for found in settings.values())],
@@ -171,7 +171,7 @@ def table(results: dict[str, Any]) -> str:
         for found in settings.values()
     ]
     rows.append(["KL from the sampled token ± standard error", *estimates])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows)
 
 
 def main() -> None:
@@ -200,7 +200,7 @@ def main() -> None:
         results["settings"][name] = found
         seconds = time.perf_counter() - start
         print(f"{name}: {found['tokens']} tokens, {seconds:.0f} s", flush=True)
-    text = table(results)
+    text = table_of_settings(results)
     print(f"\n{text}")
     (RESULTS / "kl_tightness.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "kl_tightness.md").write_text(text + "\n")

@@ -205,9 +205,7 @@ def compare(medians: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     for name in medians:
         ours = f"ours, {name.split()[-1]}"
         if name.startswith("TRL") and ours in medians:
-            found[f"{ours} / {name} (goal: 0.33)"] = ratios(
-                medians[ours], medians[name]
-            )
+            found[f"{ours} / {name}"] = ratios(medians[ours], medians[name])
     return found
 
 

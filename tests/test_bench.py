@@ -7,7 +7,14 @@ import pytest
 from conftest import ROOT
 
 from experiments import steps
-from experiments.bench_tables import cell, format_number, report
+from experiments.bench_tables import (
+    GOALS,
+    cell,
+    falls_short,
+    format_number,
+    report,
+    table_of_all,
+)
 from experiments.speed import in_turn, ratios
 
 RESULTS = ROOT / "experiments/results"
@@ -103,6 +110,33 @@ def test_a_number_has_three_digits(value, text):
 def test_a_cell_is_the_median_with_the_least_and_the_most():
     spread = {"median": 1.0, "least": 0.5, "most": 2.0}
     assert cell(spread) == "1 [0.5, 2]"
+
+
+def test_the_median_decides_whether_a_goal_is_met():
+    spread = {"median": 0.33, "least": 0.2, "most": 0.5}
+    assert not falls_short(spread, "at most", 0.33)
+    assert falls_short(spread, "at most", 0.32)
+    assert not falls_short(0.97, "at least", 0.97)
+    assert falls_short(0.96, "at least", 0.97)
+    # Neither without a goal nor without a measurement.
+    assert not falls_short(spread, "", 0.0)
+    assert not falls_short(None, "at most", 0.33)
+
+
+def test_each_goal_has_a_row_in_the_table_and_what_misses_it_is_bold():
+    results = json.loads((RESULTS / "bench.json").read_text())
+    rows = {}
+    for line in table_of_all(results).splitlines()[2:]:
+        title, goal, *cells = (text.strip() for text in line.strip("|").split("|"))
+        rows[title] = goal, cells
+    assert {title for title, (goal, _) in rows.items() if goal} <= set(GOALS)
+    # TRL with vLLM does not run on every machine.
+    assert set(GOALS) - set(rows) <= {"a step beside TRL's with vllm"}
+    for title, (_, cells) in rows.items():
+        for text in filter(None, cells):
+            median = float(text.strip("*").split()[0].replace(",", ""))
+            side, bound = GOALS.get(title, ("", 0.0))
+            assert text.startswith("**") == falls_short(median, side, bound)
 
 
 def test_the_committed_page_is_that_of_the_committed_numbers():
