@@ -17,6 +17,8 @@ The plan was written down before the first run of the full grid, and it runs by 
 3. A mismatch is one "where it breaks" if the first seed of P3O, GRPO 0.2 or REINFORCE
    scores 0.1 or more below the same objective on-policy. All OTHERS run there, with
    SEEDS_OF_OTHERS.
+4. CONTROLS run with the objectives that decide, with SEEDS_OF_OTHERS. This was added
+   when the first seed of point 2 had run.
 """
 
 import argparse
@@ -51,10 +53,15 @@ MISMATCHES = {
     "lag 16": ["--lag=16"],
     "4 updates": ["--passes=2", "--minibatches=2"],
     "16 updates": ["--passes=4", "--minibatches=4"],
-    # The control of the two above: as small and as many batches B, each used once.
+    # As small and as many batches B as in "4 updates", each used once. The last three
+    # of a step are one to three updates old.
     "4 minibatches": ["--minibatches=4"],
     # Fresh, stale, hot and fp8 rollouts in turn, by a script of its own.
     "changing": [],
+}
+# No mismatch: batches B as small and as many as with 4 minibatches, all of them fresh.
+CONTROLS = {
+    "small batches": ["--steps=240", "--prompts_per_step=4", "--eval_every=40"],
 }
 MAIN = {
     "p3o": [],
@@ -159,6 +166,7 @@ def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
     cells = cells_of(MISMATCHES, MAIN, [0])
     if all(cell in done for cell in cells):
         breaking = where_it_breaks(done)
+        cells += cells_of(CONTROLS, DECIDE, range(SEEDS_OF_OTHERS))
         cells += cells_of(["on-policy", *breaking], MAIN, range(1, SEEDS_OF_OTHERS))
         cells += cells_of(breaking, OTHERS, range(SEEDS_OF_OTHERS))
         cells += cells_of(MISMATCHES, MAIN, range(1, SEEDS))
@@ -176,7 +184,7 @@ def flags_of(cell: Cell, done: dict[Cell, dict], folder: Path) -> list[str]:
         script,
         *(MAIN | OTHERS)[cell.objective],
         *EVERY_RUN,
-        *MISMATCHES[cell.mismatch],
+        *(MISMATCHES | CONTROLS)[cell.mismatch],
         f"--learning_rate={cell.learning_rate}",
         f"--seed={cell.seed}",
     ]

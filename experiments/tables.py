@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from scipy.stats import t as student
 
 from experiments.mismatch import (
+    CONTROLS,
     LEARNING_RATE,
     MAIN,
     MISMATCHES,
@@ -70,7 +71,7 @@ def load(path: Path) -> Runs:
         raise SystemExit(
             f"plot.py: {path} has no runs: experiments/mismatch.py writes it"
         )
-    planned = [Setting(mismatch, LEARNING_RATE) for mismatch in MISMATCHES]
+    planned = [Setting(name, LEARNING_RATE) for name in [*MISMATCHES, *CONTROLS]]
     # Rates that were only tried to choose one come last.
     tried = sorted({Setting(cell.mismatch, cell.learning_rate) for cell in done})
     runs: Runs = {}
@@ -214,8 +215,8 @@ def table_of_scores(runs: Runs, mismatches: Sequence[str]) -> str:
 def table_of_differences(runs: Runs) -> str:
     """One row an objective: its differences to P3O over all settings that have both.
 
-    The interval is over the settings' means: seeds of a setting are no independent
-    evidence on what happens in another.
+    Controls are left out, as they are no mismatch. The interval is over the settings'
+    means: seeds of a setting are no independent evidence on what happens in another.
     """
     rows = [
         [
@@ -230,7 +231,11 @@ def table_of_differences(runs: Runs) -> str:
         ]
     ]
     for objective in [*MAIN, *OTHERS]:
-        found = differences(runs, objective)
+        found = [
+            of_setting
+            for of_setting in differences(runs, objective)
+            if of_setting.setting.mismatch not in CONTROLS
+        ]
         if not found:
             continue
         values = [value for of_setting in found for value in of_setting.values]

@@ -13,6 +13,8 @@ from experiments import mismatch, plot, tables
 from experiments.colors import COLORS
 from experiments.mismatch import LEARNING_RATE, MAIN, MISMATCHES, OTHERS, Cell
 from experiments.tables import Setting
+from support.flags import parse_flags
+from train import Config
 
 # The plan
 
@@ -92,6 +94,38 @@ def test_no_cell_is_planned_twice_and_every_planned_one_has_flags(tmp_path):
         assert (mismatch.ROOT / script).exists()
         assert f"--seed={cell.seed}" in flags
         assert f"--learning_rate={cell.learning_rate}" in flags
+
+
+def test_the_control_of_small_batches_has_those_of_4_minibatches_and_all_are_fresh():
+    def config_of(name):
+        _, *flags = mismatch.flags_of(Cell(name, LEARNING_RATE, "p3o", 0), {}, None)
+        return parse_flags(Config, flags)
+
+    control, four = config_of("small batches"), config_of("4 minibatches")
+    # One optimizer step on what was just sampled, 4 prompts at a time.
+    assert (control.passes, control.minibatches, control.lag) == (1, 1, 0)
+    assert control.prompts_per_step == 4 == four.prompts_per_step / four.minibatches
+    # As many of them in the run, and between two evaluations.
+    assert control.steps == four.steps * four.minibatches
+    assert control.eval_every == four.eval_every * four.minibatches
+
+
+def test_controls_run_with_the_objectives_that_decide_and_are_no_mismatch():
+    done = done_with(mismatch.plan("full", done={}))
+    cells = [c for c in mismatch.plan("full", done) if c.mismatch in mismatch.CONTROLS]
+    assert len(cells) == len(mismatch.CONTROLS) * 3 * 3  # objectives, seeds
+    # However badly they do, nothing else is planned for it.
+    done |= done_with(cells, accuracy=0.0)
+    assert mismatch.where_it_breaks(done) == []
+    runs = {
+        Setting(name, LEARNING_RATE): {
+            "p3o": [row_of(Cell(name, LEARNING_RATE, "p3o", 0), 3 * [score])],
+            "grpo 0.2": [row_of(Cell(name, LEARNING_RATE, "grpo 0.2", 0), 3 * [0.5])],
+        }
+        for name, score in (("lag 4", 0.6), ("small batches", 0.9))
+    }
+    # The pooled difference is that of lag 4 alone; the control has its own table.
+    assert "| grpo 0.2 | 1 | 1 | 1 | 0 | +0.100 |" in tables.table_of_differences(runs)
 
 
 def test_a_fixed_e_b_is_the_mean_of_p3os_own_run_and_waits_for_it(tmp_path):
