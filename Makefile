@@ -2,7 +2,7 @@
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
 # make reproduce   a reduced grid of the paper's experiments, with its figures: 25 minutes
-# make bench       the benchmark of experiments/bench.py
+# make bench       the benchmark of the embedded policy, into runs/bench.md
 # make gpu-check   mismatch, memory and speed on this machine's GPU; nothing on a CPU
 # make lint        ruff
 

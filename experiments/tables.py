@@ -152,7 +152,7 @@ def table_of_setting(setting: Setting, runs: Runs) -> str:
             "objective",
             "seeds",
             "score",
-            "P3O's less it",
+            "P3O minus it",
             "sampled",
             "greedy",
             "pass@8",

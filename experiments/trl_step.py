@@ -1,13 +1,15 @@
 """A line for each step of TRL's GRPOTrainer, for experiments/bench.py.
 
-    python experiments/trl_step.py MODEL TASK PROMPTS GROUP_SIZE MAX_TOKENS STEPS \\
+    python experiments/trl_step.py MODEL FILE PROMPTS GROUP_SIZE MAX_TOKENS STEPS \\
         DTYPE GENERATOR
 
-It needs `pip install trl==1.16.0 accelerate`. GENERATOR is transformers or vllm, which
+It needs `pip install trl==1.16.0 accelerate==1.15.0`. FILE is a JSON list of prompts,
+which are used in their order, PROMPTS a step. GENERATOR is transformers or vllm, which
 then runs in the same process. The rewards are made up. A line has the mean length of
 the step's responses; what the line tells beside is when the step ended.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -20,10 +22,6 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from reward import load_task
-from support.tasks import task_of
 
 # Responses of a forward pass, at most: TRL's logits are of all its positions at once.
 ROWS = 32
@@ -44,21 +42,15 @@ def every_other_is_right(completions: list, **columns: Any) -> list[float]:
     return [float(place % 2) for place in range(len(completions))]
 
 
-def chats_of(task: str) -> list[dict]:
-    """The problems of a task as TRL takes them."""
-    instruction = task_of(task).instruction
-    chats = []
-    for problem in load_task(task, "train"):
-        content = problem["prompt"]
-        if instruction:
-            content = f"{instruction}\n\n{content}"
-        chats.append({"prompt": [{"role": "user", "content": content}]})
-    return chats
+def chats_of(file: str) -> list[dict]:
+    """The prompts as TRL takes them."""
+    prompts = json.loads(Path(file).read_text())
+    return [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
 
 
 def main(
     model: str,
-    task: str,
+    file: str,
     prompts: int,
     group_size: int,
     max_tokens: int,
@@ -77,6 +69,7 @@ def main(
             num_generations=group_size,
             max_completion_length=max_tokens,
             max_steps=steps,
+            shuffle_dataset=False,
             # As ours: its responses stay as long as they are.
             learning_rate=1e-9,
             use_cpu=not torch.cuda.is_available(),
@@ -91,7 +84,7 @@ def main(
             save_strategy="no",
             report_to=[],
         ),
-        train_dataset=Dataset.from_list(chats_of(task)),
+        train_dataset=Dataset.from_list(chats_of(file)),
         reward_funcs=every_other_is_right,
         callbacks=[Printer()],
     )
@@ -99,5 +92,5 @@ def main(
 
 
 if __name__ == "__main__":
-    model, task, *sizes, dtype, generator = sys.argv[1:]
-    main(model, task, *(int(size) for size in sizes), dtype, generator)
+    model, file, *sizes, dtype, generator = sys.argv[1:]
+    main(model, file, *(int(size) for size in sizes), dtype, generator)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 from conftest import ROOT
@@ -12,20 +13,24 @@ from experiments.bench_tables import (
     cell,
     falls_short,
     format_number,
+    numbers_of,
     report,
     table_of_all,
 )
 from experiments.speed import in_turn, ratios
+from reward import load_task
+from train import Config, problems_of_step
 
 RESULTS = ROOT / "experiments/results"
 
 
 def test_what_is_compared_runs_in_turn_and_none_of_it_is_always_first():
     order = []
-    seconds = in_turn(a=lambda: order.append("a"), b=lambda: order.append("b"))
-    assert "".join(order[:6]) == "baabba"
+    acts = {name: partial(order.append, name) for name in "abc"}
+    seconds = in_turn(3, **acts)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
     # The first turn is not counted.
-    assert len(seconds["a"]) == len(seconds["b"]) == len(order) // 2 - 1
+    assert [len(of_act) for of_act in seconds.values()] == [3, 3, 3]
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():
@@ -34,15 +39,14 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():
     assert spread == {"median": 2.0, "least": 1.0, "most": 3.0}
 
 
-def test_the_steps_of_all_rounds_are_one_sample_and_phases_have_their_median():
+def test_the_steps_of_all_rounds_are_one_sample():
     rounds = [
-        {"seconds": [1.0, 2.0], "sync": 0.1},
-        {"seconds": [3.0, 4.0], "sync": 0.4},
+        {"seconds": [1.0, 2.0], "tokens of a response": 10.0},
+        {"seconds": [3.0, 4.0], "tokens of a response": 30.0},
     ]
     found = steps.summary(rounds)
     assert found["seconds"] == {"median": 2.5, "least": 1.0, "most": 4.0}
-    assert found["sync"] == 0.25
-    assert found["share of the sync"] == 0.1  # 0.25 of 2.5
+    assert found["tokens of a response"] == 20.0
 
 
 def test_a_step_lasts_from_a_line_to_the_next_one():
@@ -68,17 +72,36 @@ def test_a_command_that_fails_says_why():
 
 def test_ratios_are_of_the_medians_of_a_round():
     medians = {
-        "tiny": [1.0, 1.0],
-        "tiny, 2 ranks": [1.0, 2.0],
-        "tiny, 1 core": [1.8, 3.0],  # 1.8 and 1.5 times as long
-        "tiny, 1 core, half the batch": [0.9, 1.6],  # 0.9 and 0.8
-        "ours, float32": [2.0, 3.0],
+        "tiny, float32": [1.0, 1.0],
+        steps.TWO_RANKS: [1.0, 2.0],
+        steps.ONE_CORE: [1.8, 3.0],  # 1.8 and 1.5 times as long
+        steps.HALF_THE_BATCH: [0.9, 1.6],  # 0.9 and 0.8
+        "Smol, float32": [2.0, 3.0],
         "TRL with vllm, float32": [4.0, 12.0],  # ours takes 0.5 and 0.25 of it
     }
-    strong, weak, ours = (ratio["median"] for ratio in steps.compare(medians).values())
+    found = steps.compare(medians, "Smol")
+    strong, weak, ours = (ratio["median"] for ratio in found.values())
     assert strong == pytest.approx(1.65)
     assert weak == pytest.approx(0.85)
     assert ours == pytest.approx(0.375)
+    # An arm that failed has no seconds, and keeps the others from nothing.
+    del medians[steps.ONE_CORE]
+    assert list(steps.compare(medians, "Smol")) == list(found)[1:]
+
+
+def test_trl_has_the_prompts_of_our_run_in_their_order():
+    sizes = steps.SIZES["cpu"]
+    said = steps.prompts_of_run(sizes, steps=2)
+    cfg = Config(**sizes)
+    problems = load_task(cfg.task, "train")
+    numbers = [
+        number
+        for step in (1, 2)
+        for number in problems_of_step(cfg, step, len(problems))
+    ]
+    assert len(said) == 2 * cfg.prompts_per_step == len(numbers)
+    for text, number in zip(said, numbers, strict=True):
+        assert text.endswith(problems[number]["prompt"])
 
 
 def test_an_arm_that_failed_has_no_seconds_and_is_not_tried_again(monkeypatch):
@@ -91,12 +114,12 @@ def test_an_arm_that_failed_has_no_seconds_and_is_not_tried_again(monkeypatch):
     def works():
         return {"seconds": [2.0]}
 
-    arms = {"ours, float32": works, "TRL with vllm, float32": fails}
+    arms = {"Smol, float32": works, "TRL with vllm, float32": fails}
     monkeypatch.setattr(steps, "arms_of_tiny", lambda cores: {})
     monkeypatch.setattr(steps, "arms_of_model", lambda model, trl: arms)
-    found = steps.measure_steps("a model", trl=True)
+    found = steps.measure_steps("Smol", trl=True)
     assert found["failed"] == {"TRL with vllm, float32": "ImportError: no vLLM"}
-    assert list(found["arms"]) == ["ours, float32"]
+    assert list(found["arms"]) == ["Smol, float32"]
     assert tried == ["TRL"]
 
 
@@ -127,16 +150,16 @@ def test_each_goal_has_a_row_in_the_table_and_what_misses_it_is_bold():
     results = json.loads((RESULTS / "bench.json").read_text())
     rows = {}
     for line in table_of_all(results).splitlines()[2:]:
-        title, goal, *cells = (text.strip() for text in line.strip("|").split("|"))
-        rows[title] = goal, cells
-    assert {title for title, (goal, _) in rows.items() if goal} <= set(GOALS)
+        title, *cells = (text.strip() for text in line.strip("|").split("|"))
+        rows[title] = cells
     # TRL with vLLM does not run on every machine.
     assert set(GOALS) - set(rows) <= {"a step beside TRL's with vllm"}
-    for title, (_, cells) in rows.items():
-        for text in filter(None, cells):
-            median = float(text.strip("*").split()[0].replace(",", ""))
-            side, bound = GOALS.get(title, ("", 0.0))
-            assert text.startswith("**") == falls_short(median, side, bound)
+    for place, column in enumerate(results["speed"]["models"]):
+        numbers = numbers_of(column, results)
+        for title, (side, bound) in GOALS.items():
+            if numbers[title] is not None:
+                is_bold = rows[title][1 + place].startswith("**")  # after the goal
+                assert is_bold == falls_short(numbers[title], side, bound)
 
 
 def test_the_committed_page_is_that_of_the_committed_numbers():

@@ -337,7 +337,7 @@ def test_the_table_of_a_setting_has_every_measure_with_its_interval(some_runs):
     assert p3o["pass@8"] == "0.900 ± 0.000"
     assert p3o["entropy"] == "0.250 ± 0.000"
     assert p3o["collapsed"] == "**1 of 4**"  # 0.1 is below half of 0.4
-    assert p3o["P3O's less it"] == ""
+    assert p3o["P3O minus it"] == ""
     reinforce = row_in(text, "T = 1.4", "reinforce")
     assert reinforce["score"] == "0.000"  # it stopped itself
     assert reinforce["collapsed"] == "**1 of 1**"
@@ -348,8 +348,8 @@ def test_differences_are_taken_seed_by_seed(some_runs):
     text = tables.report(tables.load(some_runs / "mismatch.jsonl"))
     # 0.8 - 0.4, 0.6 - 0.2, 0.7 - 0.3 are 0.4 each, whatever the order of the lines,
     # and P3O's fourth seed has nothing to be compared with.
-    assert row_in(text, "T = 1.4", "grpo 0.2")["P3O's less it"] == "+0.400 ± 0.000"
-    assert row_in(text, "T = 1.4", "gspo")["P3O's less it"] == "-0.100"
+    assert row_in(text, "T = 1.4", "grpo 0.2")["P3O minus it"] == "+0.400 ± 0.000"
+    assert row_in(text, "T = 1.4", "gspo")["P3O minus it"] == "-0.100"
 
 
 def test_the_pooled_differences_are_over_the_means_of_the_settings(some_runs):

@@ -52,9 +52,9 @@ def test_the_table_has_means_over_seeds_and_p3os_difference_in_pairs():
 
     # Scores 0.8 and 0.6: Student's t of one degree of freedom, 12.706 x 0.1.
     assert cell(of_p3o, "score") == "0.700 ± 1.271"
-    assert cell(of_p3o, "P3O's less it") == ""
+    assert cell(of_p3o, "P3O minus it") == ""
     # Seed 1 has no run of GRPO: its pair does not count.
-    assert cell(of_grpo, "P3O's less it") == "0.300"
+    assert cell(of_grpo, "P3O minus it") == "0.300"
     assert cell(of_grpo, "seeds") == "1"
 
 
