@@ -127,8 +127,10 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     model = results["speed"]["models"][column]
     for (part, name), title in SPEED_TITLES.items():
         found[title] = model.get(part, {}).get(name)
-    for length, ratio in model.get("shared prompts by length", {}).items():
-        found[f"the same, made-up groups of {length}"] = ratio
+        if (part, name) == ("shared prompts", "shared / alone"):
+            by_length = model.get("shared prompts by length", {})
+            for length, ratio in by_length.items():
+                found[f"the same, made-up groups of {length}"] = ratio
 
     # The head is measured in float32 and is of no model: each column has the same.
     for vocabulary, head in results["speed"]["heads"].items():
