@@ -165,3 +165,4 @@ def test_each_goal_has_a_row_in_the_table_and_what_misses_it_is_bold():
 def test_the_committed_page_is_that_of_the_committed_numbers():
     results = json.loads((RESULTS / "bench.json").read_text())
     assert (RESULTS / "bench.md").read_text() == report(results)
+    assert table_of_all(results) in (ROOT / "experiments/README.md").read_text()
