@@ -88,12 +88,12 @@ class Clock:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if torch.cuda.is_available():
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.start
-        self.compared_seconds = time.process_time() - self.processor_start
-        if torch.cuda.is_available():
-            self.compared_seconds = self.seconds
+        processor_seconds = time.process_time() - self.processor_start
+        self.compared_seconds = self.seconds if on_gpu else processor_seconds
 
 
 def compare_clocks(without: list[Clock], with_kl: list[Clock]) -> dict[str, Any]:

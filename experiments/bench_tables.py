@@ -5,7 +5,7 @@ A cell is a median, with the least and the most in brackets where there are seve
 
 from typing import Any
 
-from experiments.speed import ROLLOUT_TURNS, TURNS
+from experiments.speed import LISTED, ROLLOUT_TURNS, TURNS
 from experiments.tables import table
 from support.log import PHASES
 
@@ -127,10 +127,9 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     model = results["speed"]["models"][column]
     for (part, name), title in SPEED_TITLES.items():
         found[title] = model.get(part, {}).get(name)
-        if (part, name) == ("shared prompts", "shared / alone"):
-            by_length = model.get("shared prompts by length", {})
-            for length, ratio in by_length.items():
-                found[f"the same, made-up groups of {length}"] = ratio
+    for length, ratio in model.get("shared prompts by length", {}).items():
+        title = f"gradient's time with shared prompts, made-up groups of {length}"
+        found[title] = ratio
 
     # The head is measured in float32 and is of no model: each column has the same.
     for vocabulary, head in results["speed"]["heads"].items():
@@ -140,14 +139,14 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
 
     kl = results.get("exact KL", {"models": {}})["models"].get(column)
     for phase in ("rollout", "gradient"):
-        title = f"{phase}, time with the KL's 20 tokens, beside none"
+        title = f"{phase}, time with the KL's {LISTED} tokens, beside none"
         found[title] = kl and {
             "median": kl[phase]["ratio"],
             "least": kl[phase]["ratios"][0],
             "most": kl[phase]["ratios"][-1],
         }
     peak = "peak bytes of the gradient"
-    added = kl and 100 * (kl["K = 20"][peak] / kl["K = 0"][peak] - 1)
+    added = kl and 100 * (kl[f"K = {LISTED}"][peak] / kl["K = 0"][peak] - 1)
     found["peak memory that these add to the gradient, %"] = added
     return found
 
@@ -198,10 +197,9 @@ def report(results: dict[str, Any]) -> str:
     if "speed" in results:
         sections += [
             "Medians, with the least and the most in brackets; bold where the median "
-            "falls short of its goal. What is compared ran in turn: whole steps in "
-            f"{results.get('steps', {}).get('rounds', 0)} rounds, rollouts in "
-            f"{ROLLOUT_TURNS} turns, the KL's cost in 10 (tiny) and 4, all else in "
-            f"{TURNS}.",
+            "falls short of its goal. What is compared ran in turn: rollouts in "
+            f"{ROLLOUT_TURNS} turns, the KL's cost in 10 (tiny) and 4, and whole steps "
+            f"as said below; all else in {TURNS}.",
             table_of_all(results),
         ]
     if "steps" in results:

@@ -280,22 +280,37 @@ def measure_sharing(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[str
     whole = cfg.model_copy(update={"micro_batch_tokens": 2**30})
     sharing_in_a_run = policy.sharing
 
-    def gradient(sharing: int) -> None:
-        policy.sharing = sharing
+    def gradient() -> None:
         accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], whole, step=1)
         policy.zero_grad()
 
-    seconds = in_turn(
-        TURNS, alone=partial(gradient, 1), shared=partial(gradient, cfg.group_size)
-    )
     tokens = {}
     for policy.sharing in 1, cfg.group_size:
         tokens[policy.sharing] = tokens_read(policy, rollouts)
     policy.sharing = sharing_in_a_run
     return {
         "share of the tokens read": tokens[cfg.group_size] / tokens[1],
-        "shared / alone": ratios(seconds["shared"], seconds["alone"]),
+        "shared / alone": time_sharing(policy, cfg.group_size, gradient),
     }
+
+
+def time_sharing(
+    policy: Policy, sharing: int, gradient: Callable[[], None]
+) -> dict[str, float]:
+    """The time of a gradient if so many responses share a prompt, beside that if none
+    do.
+    """
+    sharing_in_a_run = policy.sharing
+
+    def gradient_with(count: int) -> None:
+        policy.sharing = count
+        gradient()
+
+    seconds = in_turn(
+        TURNS, alone=partial(gradient_with, 1), shared=partial(gradient_with, sharing)
+    )
+    policy.sharing = sharing_in_a_run
+    return ratios(seconds["shared"], seconds["alone"])
 
 
 def groups_of_length(length: int, vocabulary: int) -> Rollouts:
@@ -324,22 +339,18 @@ def measure_sharing_by_length(policy: Policy, device: str) -> dict[str, Any]:
 
     Of made-up tokens, since no task here has groups of each of these lengths.
     """
-    sharing_in_a_run = policy.sharing
+
+    def gradient(rollouts: Rollouts) -> None:
+        policy(rollouts)[0].sum().backward()
+        policy.zero_grad()
+
     found = {}
     for length in SHARED_LENGTHS:
         rollouts = groups_of_length(length, policy.model.config.vocab_size)
         rollouts = rollouts.select(list(range(len(rollouts.text))), device)
-
-        def gradient(sharing: int, rollouts: Rollouts = rollouts) -> None:
-            policy.sharing = sharing
-            policy(rollouts)[0].sum().backward()
-            policy.zero_grad()
-
-        seconds = in_turn(
-            TURNS, alone=partial(gradient, 1), shared=partial(gradient, SHARED_GROUP)
+        found[f"{length:,} tokens"] = time_sharing(
+            policy, SHARED_GROUP, partial(gradient, rollouts)
         )
-        found[f"{length:,} tokens"] = ratios(seconds["shared"], seconds["alone"])
-    policy.sharing = sharing_in_a_run
     return found
 
 

@@ -24,7 +24,7 @@ import torch
 from experiments.speed import SIZES, ratios, spread
 from reward import load_task
 from support.log import PHASES
-from support.tasks import task_of
+from support.tasks import task_of, with_instruction
 from train import Config, problems_of_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,8 +111,6 @@ def run_train(
     }
     for phase in PHASES:
         found[phase] = [row[f"{phase}_seconds"] for row in rows]
-    pairs = zip(found["sync"], seconds, strict=True)
-    found["share of the sync"] = [sync / step for sync, step in pairs]
     return found
 
 
@@ -124,8 +122,7 @@ def prompts_of_run(sizes: dict[str, Any], steps: int) -> list[str]:
     prompts = []
     for step in range(1, steps + 1):
         for number in problems_of_step(cfg, step, len(problems)):
-            prompt = problems[number]["prompt"]
-            prompts.append(f"{instruction}\n\n{prompt}" if instruction else prompt)
+            prompts.append(with_instruction(problems[number]["prompt"], instruction))
     return prompts
 
 
@@ -241,9 +238,13 @@ def compare(medians: dict[str, list[float]], model: str) -> dict[str, dict[str, 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the runs of an arm: the spread of what each step has, else the median."""
     found: dict[str, Any] = {}
+    steps: dict[str, list[float]] = {}
     for name, value in runs[0].items():
         if isinstance(value, list):
-            found[name] = spread([of_step for run in runs for of_step in run[name]])
+            steps[name] = [of_step for run in runs for of_step in run[name]]
+            found[name] = spread(steps[name])
         else:
             found[name] = statistics.median(run[name] for run in runs)
+    if "sync" in steps:
+        found["share of the sync"] = ratios(steps["sync"], steps["seconds"])
     return found

@@ -240,6 +240,11 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def with_instruction(problem: str, instruction: str | None) -> str:
+    """What a user says: the task's instruction, if it has one, and the problem."""
+    return f"{instruction}\n\n{problem}" if instruction else problem
+
+
 def encode_prompt(
     tokenizer: Any, problem: str, instruction: str | None = None
 ) -> list[int]:
@@ -249,7 +254,7 @@ def encode_prompt(
     begins with the beginning-of-sequence token where the tokenizer, or its template,
     sets one: once.
     """
-    text = f"{instruction}\n\n{problem}" if instruction else problem
+    text = with_instruction(problem, instruction)
     if not tokenizer.chat_template:
         return tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
     chat = [{"role": "user", "content": text}]  # no system message: some refuse one

@@ -41,12 +41,16 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():
 
 def test_the_steps_of_all_rounds_are_one_sample():
     rounds = [
-        {"seconds": [1.0, 2.0], "tokens of a response": 10.0},
-        {"seconds": [3.0, 4.0], "tokens of a response": 30.0},
+        {"seconds": [1.0, 2.0], "sync": [0.1, 0.4], "tokens of a response": 10.0},
+        {"seconds": [3.0, 4.0], "sync": [0.9, 2.0], "tokens of a response": 30.0},
     ]
     found = steps.summary(rounds)
     assert found["seconds"] == {"median": 2.5, "least": 1.0, "most": 4.0}
+    assert found["sync"] == {"median": 0.65, "least": 0.1, "most": 2.0}
     assert found["tokens of a response"] == 20.0
+    # Step by step: 0.1 / 1, 0.4 / 2, 0.9 / 3, 2 / 4, so 0.1, 0.2, 0.3, 0.5.
+    expected = {"median": 0.25, "least": 0.1, "most": 0.5}
+    assert found["share of the sync"] == pytest.approx(expected)
 
 
 def test_a_step_lasts_from_a_line_to_the_next_one():

@@ -58,6 +58,8 @@ def disk(tmp_path) -> Iterator[Callable[[int], Path]]:
         how = f"size={size}"
         if folder.is_mount():
             how = f"remount,{how}"
+        # Only root may mount one, and not in every container. Without one there is no
+        # small disk to fill, and filling a real one would harm what else runs here.
         command = ["mount", "-t", "tmpfs", "-o", how, "tmpfs", folder]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
