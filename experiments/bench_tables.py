@@ -5,9 +5,23 @@ A cell is a median, with the least and the most in brackets where there are seve
 
 from typing import Any
 
-from experiments.speed import LISTED, ROLLOUT_TURNS, TURNS
+from experiments.speed import KL_TURNS, LISTED, ROLLOUT_TURNS, TURNS
 from experiments.tables import table
+from experiments.threads import THREAD_TURNS
 from support.log import PHASES
+
+# Parts of the results: whole steps of the embedded policy, and of a pretrained one.
+STEPS_OF_TINY = "steps of the embedded policy"
+STEPS_OF_MODEL = "steps of the pretrained model"
+# What a part is called on the page, in their order there.
+PARTS = {
+    STEPS_OF_TINY: "whole steps of the embedded policy",
+    STEPS_OF_MODEL: "whole steps of the pretrained model",
+    "head": "the head",
+    "speed": "rollouts, updates, syncs and profiles",
+    "threads": "threads",
+    "exact KL": "the KL's tokens",
+}
 
 # A number, or its median, least and most; None if it was not measured.
 Value = float | dict[str, float] | None
@@ -116,11 +130,15 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     found["the machine's products, GFLOP/s in the dtype"] = rates[f"GFLOP/s, {dtype}"]
     found["the machine's memory, GB/s"] = rates["memory, GB/s"]
 
-    steps = results.get("steps", {"arms": {}, "ratios": {}})
-    arm = steps["arms"].get(column, {})
+    arms, beside = {}, {}
+    for part in (STEPS_OF_TINY, STEPS_OF_MODEL):
+        if part in results:
+            arms |= results[part]["arms"]
+            beside |= results[part]["ratios"]
+    arm = arms.get(column, {})
     found["a step, s"] = arm.get("seconds")
     for engine in ("transformers", "vllm"):
-        ratio = steps["ratios"].get(f"{column} / TRL with {engine}, {dtype}")
+        ratio = beside.get(f"{column} / TRL with {engine}, {dtype}")
         found[f"a step beside TRL's with {engine}"] = ratio
     found["sync, share of the step"] = arm.get("share of the sync")
 
@@ -132,10 +150,25 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
         found[title] = ratio
 
     # The head is measured in float32 and is of no model: each column has the same.
-    for vocabulary, head in results["speed"]["heads"].items():
+    vocabularies = results.get("head", {"vocabularies": {}})["vocabularies"]
+    for vocabulary, head in vocabularies.items():
         title = f"peak memory of the head in float32, vocabulary of {vocabulary}"
         found[f"{title}, GB"] = head["bytes in chunks"] / 1e9
         found[f"{title}, beside all logits at once"] = head["ratio"]
+        torchs = head["linear_cross_entropy"]
+        title = f"torch's linear_cross_entropy, vocabulary of {vocabulary}"
+        found[f"{title}, memory beside ours for one token"] = torchs[
+            "bytes beside chunks"
+        ]
+        found[f"{title}, time beside ours for one token"] = torchs["time beside chunks"]
+
+    of_threads = results.get("threads", {"models": {}})["models"].get(column, {})
+    for phase in ("rollout", "gradient"):
+        compared = of_threads.get(phase, {})
+        title = f"{phase}, time with threads bound to cores, beside free ones"
+        found[title] = compared.get("bound / free")
+        title = f"{phase}, time with one thread, beside all"
+        found[title] = compared.get("one / all")
 
     kl = results.get("exact KL", {"models": {}})["models"].get(column)
     for phase in ("rollout", "gradient"):
@@ -179,33 +212,41 @@ def table_of_profile(profile: list[dict[str, Any]]) -> str:
     return table([["operator", "% of the time", "calls"], *rows])
 
 
-def made_by(part: dict[str, Any]) -> str:
-    """What measured a part, and on what."""
-    versions = ", ".join(
-        f"{name} {number}" for name, number in part["versions"].items()
+def made_by(results: dict[str, Any]) -> str:
+    """A list of what measured the parts, and on what."""
+    parts_of: dict[str, list[str]] = {}
+    for part, title in PARTS.items():
+        if part in results:
+            found = results[part]
+            versions = ", ".join(
+                f"{name} {number}" for name, number in found["versions"].items()
+            )
+            made = f"`python {found['command']}` on {found['machine']}"
+            made += f", commit {found['commit']}, {versions}"
+            parts_of.setdefault(made, []).append(title)
+    return "\n".join(
+        f"- {'; '.join(titles)}: {made}." for made, titles in parts_of.items()
     )
-    made_of = f"commit {part['commit']}, {versions}"
-    return f"`python {part['command']}` on {part['machine']}: {made_of}."
 
 
 def report(results: dict[str, Any]) -> str:
     """All of it as a page: one table, and what stands behind its steps and updates."""
-    parts = [
-        results[name] for name in ("steps", "speed", "exact KL") if name in results
-    ]
-    sections = ["# The benchmark", *dict.fromkeys(made_by(part) for part in parts)]
+    sections = ["# The benchmark", made_by(results)]
     if "speed" in results:
         sections += [
             "Medians, with the least and the most in brackets; bold where the median "
             "falls short of its goal. What is compared ran in turn: rollouts in "
-            f"{ROLLOUT_TURNS} turns, the KL's cost in 10 (tiny) and 4, and whole steps "
+            f"{ROLLOUT_TURNS} turns, threads in {THREAD_TURNS}, the KL's cost in "
+            f"{KL_TURNS['tiny']} (tiny) and {KL_TURNS['pretrained']}, and whole steps "
             f"as said below; all else in {TURNS}.",
             table_of_all(results),
         ]
-    if "steps" in results:
-        steps = results["steps"]
+    for part in (STEPS_OF_TINY, STEPS_OF_MODEL):
+        if part not in results:
+            continue
+        steps = results[part]
         sections += [
-            "## Whole steps",
+            f"## {PARTS[part].capitalize()}",
             f"Every command ran {steps['rounds']} times, in turn. A step lasts from "
             "the line that a trainer prints to the next one.",
             table_of_arms(steps["arms"]),

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import DeviceMesh
+from torch.nn import LinearCrossEntropyOptions
+from torch.nn.functional import linear_cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.memory import peak_bytes
@@ -42,6 +44,8 @@ from train import (
 TURNS = 3
 # What vLLM and Engine do differs by little: more turns, each of three first in two.
 ROLLOUT_TURNS = 6
+# Of a rollout and its gradient with and without the KL's tokens.
+KL_TURNS = {"tiny": 10, "pretrained": 4}
 # A step of a pretrained model. It learns next to nothing, so that its responses stay as
 # long as they are.
 SIZES = {
@@ -474,24 +478,30 @@ def profile_update(
 
 
 def measure_head(vocabulary: int) -> dict[str, Any]:
-    """Peak memory of log pi_theta and its gradient: in chunks, and all at once.
+    """Memory and time of log pi_theta with its gradient: in chunks, and otherwise.
 
     All at once is measured for PART_TOKENS and scaled to HEAD_TOKENS: all that it holds
     is of size tokens x vocabulary, but for the gradient of the head, which is left out.
-    On the CPU always: the bytes are those of any device.
+    torch's linear_cross_entropy knows the sampled token alone. It has the same chunks,
+    and beside it ours have that one token too. On the CPU always: the bytes are those
+    of any device.
     """
     head = torch.randn(vocabulary, HEAD_HIDDEN, requires_grad=True)
     head.grad = torch.zeros_like(head)
     hidden = torch.randn(HEAD_TOKENS, HEAD_HIDDEN, requires_grad=True)
     tokens = torch.randint(vocabulary, (HEAD_TOKENS, 1 + LISTED))
 
-    def in_chunks() -> None:
-        pairs = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
+    def in_chunks(count: int, columns: int) -> None:
+        chunks = zip(
+            hidden[:count].split(CHUNK),
+            tokens[:count, :columns].split(CHUNK),
+            strict=True,
+        )
         logp = [
             torch.utils.checkpoint.checkpoint(
                 chunk_log_probabilities, h, head, 1.0, t, use_reentrant=False
             )
-            for h, t in pairs
+            for h, t in chunks
         ]
         torch.cat(logp).sum().backward()
 
@@ -500,30 +510,55 @@ def measure_head(vocabulary: int) -> dict[str, Any]:
         logp = logits.log_softmax(dim=-1).gather(1, tokens[:PART_TOKENS])
         logp.sum().backward()
 
-    chunked = peak_bytes(in_chunks)
+    def by_torch(count: int) -> None:
+        negative_logp = linear_cross_entropy(
+            hidden[:count],
+            head,
+            tokens[:count, 0],
+            reduction="none",
+            options=LinearCrossEntropyOptions(batch_chunk_size=CHUNK),
+        )
+        negative_logp.sum().backward()
+
+    chunked = peak_bytes(partial(in_chunks, HEAD_TOKENS, 1 + LISTED))
     whole = peak_bytes(at_once) * HEAD_TOKENS / PART_TOKENS
+    sampled_alone = peak_bytes(partial(in_chunks, HEAD_TOKENS, 1))
+    torchs = peak_bytes(partial(by_torch, HEAD_TOKENS))
+    seconds = in_turn(
+        TURNS,
+        ours=partial(in_chunks, PART_TOKENS, 1),
+        torchs=partial(by_torch, PART_TOKENS),
+    )
     return {
         "tokens": HEAD_TOKENS,
         "chunk": CHUNK,
         "bytes in chunks": chunked,
         "bytes at once": whole,
         "ratio": chunked / whole,
+        "linear_cross_entropy": {
+            "bytes": torchs,
+            "bytes beside chunks": torchs / sampled_alone,
+            "time beside chunks": ratios(seconds["torchs"], seconds["ours"]),
+        },
     }
 
 
-def measure_speed(
-    cfg: Config, mesh: DeviceMesh, engines: list[Engine]
-) -> dict[str, Any]:
-    """All of the above for one model, in the dtype of cfg.
+class FirstStep(NamedTuple):
+    """A policy, its engine, and what a first step has sampled, with rewards."""
 
-    Its engine is put into `engines`: one that is freed takes the process group along.
+    policy: Policy
+    engine: Engine
+    rollouts: Rollouts
+    prompts: list[list[int]]
+
+
+def first_step(cfg: Config, mesh: DeviceMesh, engines: list[Engine]) -> FirstStep:
+    """What is measured of a model. Its engine is put into `engines`: one that is freed
+    takes the process group along.
     """
     data = load_data(cfg)
     sharing = sharing_of(cfg, data.longest)
-    policy, compiled = (
-        build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=sharing)
-        for _ in range(2)
-    )
+    policy = build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=sharing)
     engine = Engine(
         cfg.model,
         data.longest,
@@ -536,6 +571,15 @@ def measure_speed(
     rollouts = sample_step(engine, cfg, 1, data.train.prompts)
     add_reward(rollouts, cfg, 1, data.train.problems)
     prompts = data.train.prompts[: cfg.prompts_per_step]
+    return FirstStep(policy, engine, rollouts, prompts)
+
+
+def measure_speed(
+    cfg: Config, mesh: DeviceMesh, engines: list[Engine]
+) -> dict[str, Any]:
+    """All of the above for one model, in the dtype of cfg."""
+    policy, engine, rollouts, prompts = first_step(cfg, mesh, engines)
+    compiled = build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=policy.sharing)
     measured = {
         "rollout": measure_rollout(engine, cfg, prompts),
         "update": measure_update(policy, rollouts, cfg, mesh.device_type),

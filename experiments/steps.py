@@ -114,9 +114,8 @@ def run_train(
     return found
 
 
-def prompts_of_run(sizes: dict[str, Any], steps: int) -> list[str]:
+def prompts_of_run(cfg: Config, steps: int) -> list[str]:
     """What the user says in each prompt of a run of train.py, step by step."""
-    cfg = Config(**sizes)
     instruction = task_of(cfg.task).instruction
     problems = load_task(cfg.task, "train")
     prompts = []
@@ -126,22 +125,21 @@ def prompts_of_run(sizes: dict[str, Any], steps: int) -> list[str]:
     return prompts
 
 
-def run_trl(
-    model: str, sizes: dict[str, Any], dtype: str, generator: str
-) -> dict[str, Any]:
-    """The seconds of each step of TRL's GRPOTrainer.
+def run_trl(counted: int, settings: dict[str, Any], generator: str) -> dict[str, Any]:
+    """The seconds of each step of TRL's GRPOTrainer, with the settings of train.py.
 
     `generator` is transformers or vllm.
     """
+    cfg = Config(**settings)
     # As many steps as train.py has, so that the last one is left out here too.
-    steps = WARM_UP + COUNTED + 1
+    steps = WARM_UP + counted + 1
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.json"
-        file.write_text(json.dumps(prompts_of_run(sizes, steps)))
-        command = [sys.executable, str(TRL_STEP), model, str(file)]
-        for name in ("prompts_per_step", "group_size", "max_response_tokens"):
-            command.append(str(sizes[name]))
-        lines = lines_of([*command, str(steps), dtype, generator])
+        file.write_text(json.dumps(prompts_of_run(cfg, steps)))
+        sizes = (cfg.prompts_per_step, cfg.group_size, cfg.max_response_tokens, steps)
+        command = [sys.executable, str(TRL_STEP), cfg.model, str(file)]
+        command += [*map(str, sizes), cfg.dtype, generator]
+        lines = lines_of(command)
     lengths = [float(line.split()[-1]) for _, line in lines]
     return {
         # The first line is of step 1.
@@ -150,18 +148,33 @@ def run_trl(
     }
 
 
-def arms_of_tiny(cores: int) -> dict[str, Arm]:
-    """The embedded default, and how it scales from a rank of one core to two.
+def arms_of_trl(counted: int, settings: dict[str, Any]) -> dict[str, Arm]:
+    """TRL with either of its generators, beside train.py with these settings."""
+    return {
+        f"TRL with {generator}, {settings['dtype']}": partial(
+            run_trl, counted, settings, generator
+        )
+        for generator in ("transformers", "vllm")
+    }
 
-    Strong scaling has the same batch for both, weak scaling half of it for one rank.
+
+def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
+    """The embedded default beside TRL, and how it scales from a rank of one core to
+    two.
+
+    It makes two optimizer steps a step, TRL one. Strong scaling has the same batch for
+    both, weak scaling half of it for one rank.
     """
     run = partial(run_train, COUNTED_OF_TINY)
-    float32 = {"dtype": "float32"}
-    arms: dict[str, Arm] = {"tiny, float32": partial(run, float32)}
+    # It learns next to nothing, so that its responses stay as long as they are.
+    settings = {"dtype": "float32", "learning_rate": 1e-9}
+    arms: dict[str, Arm] = {"tiny, float32": partial(run, settings)}
+    if trl:
+        arms |= arms_of_trl(COUNTED_OF_TINY, settings)
     if cores > 1 and not torch.cuda.is_available():
-        half = float32 | {"prompts_per_step": 16}
-        arms[TWO_RANKS] = partial(run, float32, ranks=2, cores=2)
-        arms[ONE_CORE] = partial(run, float32, cores=1)
+        half = settings | {"prompts_per_step": 16}
+        arms[TWO_RANKS] = partial(run, settings, ranks=2, cores=2)
+        arms[ONE_CORE] = partial(run, settings, cores=1)
         arms[HALF_THE_BATCH] = partial(run, half, cores=1)
     return arms
 
@@ -173,26 +186,25 @@ def arms_of_model(model: str, trl: bool) -> dict[str, Arm]:
     under TRL has that of the model's folder.
     """
     sizes = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-    name = Path(model).name
-    if Path(model).exists():
-        model = str(Path(model).resolve())
     arms: dict[str, Arm] = {}
     for dtype in ("float32", "bfloat16"):
         dtypes = {"dtype": dtype, "rollout_dtype": dtype}
         settings = sizes | {"model": model} | dtypes
-        arms[f"{name}, {dtype}"] = partial(run_train, COUNTED, settings)
+        arms[f"{Path(model).name}, {dtype}"] = partial(run_train, COUNTED, settings)
         if trl:
-            for generator in ("transformers", "vllm"):
-                arm = partial(run_trl, model, sizes, dtype, generator)
-                arms[f"TRL with {generator}, {dtype}"] = arm
+            arms |= arms_of_trl(COUNTED, settings)
     return arms
 
 
 def measure_steps(model: str, trl: bool) -> dict[str, Any]:
-    """All arms, and the ratios of those that belong together, of each round."""
-    arms = arms_of_tiny(len(os.sched_getaffinity(0)))
-    if model:
-        arms |= arms_of_model(model, trl)
+    """All arms of a model, and the ratios of those that belong together, of each round.
+
+    "tiny" is the embedded default.
+    """
+    if model == "tiny":
+        arms = arms_of_tiny(len(os.sched_getaffinity(0)), trl)
+    else:
+        arms = arms_of_model(model, trl)
     runs: dict[str, list[dict]] = {name: [] for name in arms}
     failed: dict[str, str] = {}
     for number in range(REPEATS):

@@ -20,11 +20,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# Responses of a forward pass, at most: TRL's logits are of all its positions at once.
-ROWS = 32
+# Of a forward pass, at most: TRL has the logits of all its positions at once.
+LOGITS = 2**31
 
 
 class Printer(TrainerCallback):
@@ -48,6 +48,14 @@ def chats_of(file: str) -> list[dict]:
     return [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
 
 
+def responses_at_once(model: str, responses: int, max_tokens: int) -> int:
+    """Responses of a forward pass: all of them, or as many halvings as LOGITS needs."""
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    while responses * max_tokens * vocabulary > LOGITS:
+        responses //= 2
+    return responses
+
+
 def main(
     model: str,
     file: str,
@@ -59,7 +67,7 @@ def main(
     generator: str,
 ) -> None:
     responses = prompts * group_size
-    rows = min(ROWS, responses)
+    rows = responses_at_once(model, responses, max_tokens)
     trainer = GRPOTrainer(
         model=model,
         args=GRPOConfig(

@@ -1,10 +1,12 @@
 """The benchmark's arithmetic, and its page: that of the committed numbers."""
 
 import json
+import os
 import sys
 from functools import partial
 
 import pytest
+import torch
 from conftest import ROOT
 
 from experiments import steps
@@ -18,6 +20,7 @@ from experiments.bench_tables import (
     table_of_all,
 )
 from experiments.speed import in_turn, ratios
+from experiments.threads import bind_threads, computing_threads, free_threads
 from reward import load_task
 from train import Config, problems_of_step
 
@@ -94,9 +97,8 @@ def test_ratios_are_of_the_medians_of_a_round():
 
 
 def test_trl_has_the_prompts_of_our_run_in_their_order():
-    sizes = steps.SIZES["cpu"]
-    said = steps.prompts_of_run(sizes, steps=2)
-    cfg = Config(**sizes)
+    cfg = Config(**steps.SIZES["cpu"])
+    said = steps.prompts_of_run(cfg, steps=2)
     problems = load_task(cfg.task, "train")
     numbers = [
         number
@@ -119,12 +121,27 @@ def test_an_arm_that_failed_has_no_seconds_and_is_not_tried_again(monkeypatch):
         return {"seconds": [2.0]}
 
     arms = {"Smol, float32": works, "TRL with vllm, float32": fails}
-    monkeypatch.setattr(steps, "arms_of_tiny", lambda cores: {})
     monkeypatch.setattr(steps, "arms_of_model", lambda model, trl: arms)
     found = steps.measure_steps("Smol", trl=True)
     assert found["failed"] == {"TRL with vllm, float32": "ImportError: no vLLM"}
     assert list(found["arms"]) == ["Smol, float32"]
     assert tried == ["TRL"]
+
+
+def test_bound_threads_have_a_core_each_until_they_are_free_again():
+    cores = sorted(os.sched_getaffinity(0))
+    count = torch.get_num_threads()
+    torch.set_num_threads(len(cores))
+    try:
+        bind_threads(cores)
+        bound = [os.sched_getaffinity(thread) for thread in computing_threads()]
+        assert sorted(map(list, bound)) == [[core] for core in cores]
+        free_threads(cores)
+        for thread in computing_threads():
+            assert os.sched_getaffinity(thread) == set(cores)
+    finally:
+        free_threads(cores)
+        torch.set_num_threads(count)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""What a second thread gains, and whether it helps to bind threads to cores.
+
+experiments/bench.py runs this and writes what it finds. Engine and trainer compute in
+one process, with the same threads. vLLM binds threads in its worker processes alone,
+which there are none of here. OMP_PROC_BIND would bind the process to one core before
+init_distributed counts its cores. So the threads are bound by the system call, when
+they are there. That can be undone, and what is compared runs in turn in one process.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import DeviceMesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.speed import Products, first_step, ratios, seconds_of
+from loss import OBJECTIVES
+from rollout import Engine
+from train import Config, accumulate_gradient
+
+# The first turn does not count. Binding changes little: many turns.
+THREAD_TURNS = 6
+
+
+def processor_seconds() -> dict[int, float]:
+    """What each thread of this process has had of a core, by the thread's number."""
+    ticks_a_second = os.sysconf("SC_CLK_TCK")
+    seconds = {}
+    for thread in os.listdir("/proc/self/task"):
+        text = Path(f"/proc/self/task/{thread}/stat").read_text()
+        # The name before the last bracket may have spaces. From there on, the 12th and
+        # 13th numbers are ticks in the program and in the system.
+        fields = text.rpartition(")")[2].split()
+        seconds[int(thread)] = (int(fields[11]) + int(fields[12])) / ticks_a_second
+    return seconds
+
+
+def computing_threads() -> list[int]:
+    """The threads that torch divides a product among: those that work during one."""
+    product = Products("float32", "cpu")
+    before = processor_seconds()
+    product()
+    after = processor_seconds()
+    worked = {thread: after[thread] - before.get(thread, 0.0) for thread in after}
+    busiest = sorted(worked, key=worked.__getitem__, reverse=True)
+    return busiest[: torch.get_num_threads()]
+
+
+def free_threads(cores: list[int]) -> None:
+    """Let the threads of this process run on any of the cores."""
+    for thread in processor_seconds():
+        os.sched_setaffinity(thread, cores)
+
+
+def bind_threads(cores: list[int]) -> None:
+    """Give each thread that computes a core of its own."""
+    for thread, core in zip(computing_threads(), cores, strict=True):
+        os.sched_setaffinity(thread, [core])
+
+
+def compare_threads(act: Callable[[], Any], cores: list[int]) -> dict[str, Any]:
+    """An act with as many free threads as cores, with bound ones, and with one thread.
+
+    Each turn begins with another of the three.
+    """
+    names = ["free", "bound", "one"]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(THREAD_TURNS + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            torch.set_num_threads(1 if name == "one" else len(cores))
+            free_threads(cores)
+            if name == "bound":
+                bind_threads(cores)
+            took = seconds_of(act)
+            if turn > 0:
+                seconds[name].append(took)
+    free_threads(cores)
+    torch.set_num_threads(len(cores))
+    return {
+        "bound / free": ratios(seconds["bound"], seconds["free"]),
+        "one / all": ratios(seconds["one"], seconds["free"]),
+    }
+
+
+def measure_threads(
+    cfg: Config, mesh: DeviceMesh, engines: list[Engine]
+) -> dict[str, Any]:
+    """The rollout and the gradient of a step of one model, on a CPU of several cores.
+
+    Its engine is put into `engines`: one that is freed takes the process group along.
+    """
+    policy, engine, rollouts, prompts = first_step(cfg, mesh, engines)
+    rows = list(range(len(rollouts.text)))
+    cores = sorted(os.sched_getaffinity(0))
+
+    def gradient() -> None:
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
+        policy.zero_grad()
+
+    rollout = partial(
+        engine.sample,
+        prompts,
+        cfg.group_size,
+        [0] * len(prompts),
+        max_tokens=cfg.max_response_tokens,
+    )
+    return {
+        "rollout": compare_threads(rollout, cores),
+        "gradient": compare_threads(gradient, cores),
+    }
