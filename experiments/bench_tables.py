@@ -164,11 +164,8 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
 
     of_threads = results.get("threads", {"models": {}})["models"].get(column, {})
     for phase in ("rollout", "gradient"):
-        compared = of_threads.get(phase, {})
         title = f"{phase}, time with threads bound to cores, beside free ones"
-        found[title] = compared.get("bound / free")
-        title = f"{phase}, time with one thread, beside all"
-        found[title] = compared.get("one / all")
+        found[title] = of_threads.get(phase)
 
     kl = results.get("exact KL", {"models": {}})["models"].get(column)
     for phase in ("rollout", "gradient"):

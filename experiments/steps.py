@@ -38,6 +38,7 @@ COUNTED_OF_TINY, COUNTED = 14, 3
 # Arms that are compared with each other.
 TWO_RANKS = "tiny, 2 ranks of a core each"
 ONE_CORE = "tiny, 1 core"
+TWO_CORES = "tiny, float32"
 HALF_THE_BATCH = "tiny, 1 core, half the batch"
 
 Arm = Callable[[], dict[str, Any]]
@@ -168,7 +169,7 @@ def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
     run = partial(run_train, COUNTED_OF_TINY)
     # It learns next to nothing, so that its responses stay as long as they are.
     settings = {"dtype": "float32", "learning_rate": 1e-9}
-    arms: dict[str, Arm] = {"tiny, float32": partial(run, settings)}
+    arms: dict[str, Arm] = {TWO_CORES: partial(run, settings)}
     if trl:
         arms |= arms_of_trl(COUNTED_OF_TINY, settings)
     if cores > 1 and not torch.cuda.is_available():
@@ -233,6 +234,7 @@ def compare(medians: dict[str, list[float]], model: str) -> dict[str, dict[str, 
     What lacks an arm, as it failed, has no ratio.
     """
     pairs = {
+        "1 rank, 1 core / 2 cores (at best 2)": (ONE_CORE, TWO_CORES),
         "1 rank / 2 ranks, the same batch (at best 2)": (ONE_CORE, TWO_RANKS),
         "1 rank, half the batch / 2 ranks (at best 1)": (HALF_THE_BATCH, TWO_RANKS),
     }

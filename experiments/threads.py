@@ -1,4 +1,4 @@
-"""What a second thread gains, and whether it helps to bind threads to cores.
+"""Whether it helps to bind the threads to cores.
 
 experiments/bench.py runs this and writes what it finds. Engine and trainer compute in
 one process, with the same threads. vLLM binds threads in its worker processes alone,
@@ -63,17 +63,13 @@ def bind_threads(cores: list[int]) -> None:
         os.sched_setaffinity(thread, [core])
 
 
-def compare_threads(act: Callable[[], Any], cores: list[int]) -> dict[str, Any]:
-    """An act with as many free threads as cores, with bound ones, and with one thread.
-
-    Each turn begins with another of the three.
-    """
-    names = ["free", "bound", "one"]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+def compare_binding(act: Callable[[], Any]) -> dict[str, float]:
+    """The time of an act with threads that are bound to cores, beside free ones."""
+    cores = sorted(os.sched_getaffinity(0))
+    seconds: dict[str, list[float]] = {"free": [], "bound": []}
     for turn in range(THREAD_TURNS + 1):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            torch.set_num_threads(1 if name == "one" else len(cores))
+        # Neither of the two is always the first one.
+        for name in ("free", "bound") if turn % 2 else ("bound", "free"):
             free_threads(cores)
             if name == "bound":
                 bind_threads(cores)
@@ -81,11 +77,7 @@ def compare_threads(act: Callable[[], Any], cores: list[int]) -> dict[str, Any]:
             if turn > 0:
                 seconds[name].append(took)
     free_threads(cores)
-    torch.set_num_threads(len(cores))
-    return {
-        "bound / free": ratios(seconds["bound"], seconds["free"]),
-        "one / all": ratios(seconds["one"], seconds["free"]),
-    }
+    return ratios(seconds["bound"], seconds["free"])
 
 
 def measure_threads(
@@ -97,7 +89,6 @@ def measure_threads(
     """
     policy, engine, rollouts, prompts = first_step(cfg, mesh, engines)
     rows = list(range(len(rollouts.text)))
-    cores = sorted(os.sched_getaffinity(0))
 
     def gradient() -> None:
         accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
@@ -111,6 +102,6 @@ def measure_threads(
         max_tokens=cfg.max_response_tokens,
     )
     return {
-        "rollout": compare_threads(rollout, cores),
-        "gradient": compare_threads(gradient, cores),
+        "rollout": compare_binding(rollout),
+        "gradient": compare_binding(gradient),
     }

@@ -79,7 +79,7 @@ def test_a_command_that_fails_says_why():
 
 def test_ratios_are_of_the_medians_of_a_round():
     medians = {
-        "tiny, float32": [1.0, 1.0],
+        steps.TWO_CORES: [1.5, 1.5],
         steps.TWO_RANKS: [1.0, 2.0],
         steps.ONE_CORE: [1.8, 3.0],  # 1.8 and 1.5 times as long
         steps.HALF_THE_BATCH: [0.9, 1.6],  # 0.9 and 0.8
@@ -87,13 +87,14 @@ def test_ratios_are_of_the_medians_of_a_round():
         "TRL with vllm, float32": [4.0, 12.0],  # ours takes 0.5 and 0.25 of it
     }
     found = steps.compare(medians, "Smol")
-    strong, weak, ours = (ratio["median"] for ratio in found.values())
+    cores, strong, weak, ours = (ratio["median"] for ratio in found.values())
+    assert cores == pytest.approx(1.6)  # 1.2 and 2 times as long
     assert strong == pytest.approx(1.65)
     assert weak == pytest.approx(0.85)
     assert ours == pytest.approx(0.375)
     # An arm that failed has no seconds, and keeps the others from nothing.
     del medians[steps.ONE_CORE]
-    assert list(steps.compare(medians, "Smol")) == list(found)[1:]
+    assert list(steps.compare(medians, "Smol")) == list(found)[2:]
 
 
 def test_trl_has_the_prompts_of_our_run_in_their_order():
