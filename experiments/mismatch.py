@@ -173,15 +173,19 @@ def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
     return list(dict.fromkeys(cells))  # each once, at its first place
 
 
+def script_of(cell: Cell) -> str:
+    """The script of a run: train.py, or one that is train.py but for one thing."""
+    if cell.mismatch == "changing":
+        return "experiments/changing.py"
+    if "raw log pi_b" in cell.objective:
+        return "experiments/raw_logprobs.py"
+    return "train.py"
+
+
 def flags_of(cell: Cell, done: dict[Cell, dict], folder: Path) -> list[str]:
     """The script and flags of a run. KeyError where it needs a run that is not done."""
-    script = "train.py"
-    if cell.mismatch == "changing":
-        script = "experiments/changing.py"
-    if "raw log pi_b" in cell.objective:
-        script = "experiments/raw_logprobs.py"
     flags = [
-        script,
+        script_of(cell),
         *(MAIN | OTHERS)[cell.objective],
         *EVERY_RUN,
         *(MISMATCHES | CONTROLS)[cell.mismatch],

@@ -19,7 +19,15 @@ from pathlib import Path
 from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experiments.mismatch import MAIN, OTHERS, Cell, finished, run_plan, score
+from experiments.mismatch import (
+    MAIN,
+    OTHERS,
+    Cell,
+    finished,
+    run_plan,
+    score,
+    script_of,
+)
 from experiments.tables import collapsed, interval, last, series, table, text_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -29,11 +37,14 @@ LEARNING_RATE = 2e-5  # the recipe's
 MISMATCHES = {
     "fp8": ["--rollout_quantization=fp8_per_channel"],
     "T = 1.2": ["--temperature=1.2"],
+    "T = 1.2, of the policy too": ["--temperature=1.2", "--policy_temperature=1.2"],
 }
+# Added when P3O's first seeds had collapsed at T = 1.2: P3O without its KL, with log
+# pi_b as vLLM records it by default, and with a policy of that temperature.
 OBJECTIVES = {
     "fp8": ("p3o", "grpo 0.4", "reinforce"),
-    # The last was added when P3O's first seed had collapsed: does its KL do it?
-    "T = 1.2": ("p3o", "grpo 0.4", "reinforce", "p3o, no KL"),
+    "T = 1.2": ("p3o", "grpo 0.4", "reinforce", "p3o, no KL", "p3o, raw log pi_b"),
+    "T = 1.2, of the policy too": ("p3o",),
 }
 SEEDS = 3
 # Sums and products, whose responses are as long as in the recipe.
@@ -53,7 +64,7 @@ def plan(done: dict[Cell, dict]) -> list[Cell]:
 def flags_of(cell: Cell, done: dict[Cell, dict], model: str) -> list[str]:
     """The script and flags of a run."""
     return [
-        "train.py",
+        script_of(cell),
         f"--config={RECIPE}",
         f"--model={model}",
         f"--steps={STEPS}",

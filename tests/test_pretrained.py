@@ -11,10 +11,10 @@ from train import Config
 
 def test_each_mismatch_has_each_objective_with_three_seeds():
     cells = pretrained.plan({})
-    # Three objectives under fp8, and four with hot rollouts.
-    assert len(cells) == len(set(cells)) == (3 + 4) * 3
+    # Three objectives under fp8, five with hot rollouts, and one of a hot policy.
+    assert len(cells) == len(set(cells)) == (3 + 5 + 1) * 3
     # Seed by seed: a grid that is stopped has whole comparisons.
-    assert [cell.seed for cell in cells] == 7 * [0] + 7 * [1] + 7 * [2]
+    assert [cell.seed for cell in cells] == 9 * [0] + 9 * [1] + 9 * [2]
 
 
 def test_a_run_is_the_recipe_but_for_its_length_objective_mismatch_and_seed():
@@ -34,6 +34,15 @@ def test_a_run_is_the_recipe_but_for_its_length_objective_mismatch_and_seed():
         "seed": 2,
     }
     assert cfg.learning_rate == pretrained.LEARNING_RATE
+
+
+def test_raw_log_probabilities_come_from_their_own_script_and_change_nothing_else():
+    cell = Cell("T = 1.2", pretrained.LEARNING_RATE, "p3o", seed=0)
+    script, *flags = pretrained.flags_of(cell, {}, model="models/SmolLM2")
+    raw = cell._replace(objective="p3o, raw log pi_b")
+    script_of_raw, *flags_of_raw = pretrained.flags_of(raw, {}, model="models/SmolLM2")
+    assert (script, script_of_raw) == ("train.py", "experiments/raw_logprobs.py")
+    assert flags_of_raw == flags
 
 
 def test_the_table_has_means_over_seeds_and_p3os_difference_in_pairs():
