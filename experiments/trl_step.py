@@ -48,9 +48,8 @@ def chats_of(file: str) -> list[dict]:
     return [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
 
 
-def responses_at_once(model: str, responses: int, max_tokens: int) -> int:
+def responses_at_once(vocabulary: int, responses: int, max_tokens: int) -> int:
     """Responses of a forward pass: all of them, or as many halvings as LOGITS needs."""
-    vocabulary = AutoConfig.from_pretrained(model).vocab_size
     while responses * max_tokens * vocabulary > LOGITS:
         responses //= 2
     return responses
@@ -67,7 +66,8 @@ def main(
     generator: str,
 ) -> None:
     responses = prompts * group_size
-    rows = responses_at_once(model, responses, max_tokens)
+    config = AutoConfig.from_pretrained(model)
+    rows = responses_at_once(config.vocab_size, responses, max_tokens)
     trainer = GRPOTrainer(
         model=model,
         args=GRPOConfig(
@@ -87,7 +87,7 @@ def main(
             gradient_checkpointing=False,
             use_vllm=generator == "vllm",
             vllm_mode="colocate",
-            vllm_max_model_length=512,
+            vllm_max_model_length=min(512, config.max_position_embeddings),
             logging_steps=1,
             save_strategy="no",
             report_to=[],
