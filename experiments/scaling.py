@@ -146,8 +146,9 @@ def step_on(
 def table(cfg: ScalingConfig, model: transformers.PreTrainedConfig, weak: bool) -> str:
     """A line for each number of nodes; efficiency is against one node."""
     lines = [
-        "| nodes | GPUs | prompts a step | rollout, s | update, s | of it exposed, s | "
-        "sync, s | step, s | efficiency | NVLink, GB | network, GB |",
+        "| nodes | GPUs | prompts a step | rollout, s | update, s | "
+        "of it waiting for links, s | sync, s | step, s | efficiency | "
+        "NVLink, GB | network, GB |",
         "|" + "---|" * 11,
     ]
     one_node = step_on(cfg, model, 1)

@@ -6,11 +6,9 @@ neighbors on the machine disturb seconds more than ratios.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,6 @@ from torch.distributed import DeviceMesh
 from torch.nn import LinearCrossEntropyOptions
 from torch.nn.functional import linear_cross_entropy
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.memory import peak_bytes
 from loss import OBJECTIVES
 from policy import (
@@ -37,6 +34,7 @@ from train import (
     build_optimizer,
     load_data,
     rows_of_micro_batches,
+    rows_of_minibatches,
     sample_step,
     sharing_of,
 )
@@ -210,7 +208,7 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
 def measure_update(
     policy: Policy, rollouts: Rollouts, cfg: Config, device: str
 ) -> dict[str, Any]:
-    """An optimizer step on all rollouts, beside the machine's products in its dtype.
+    """The optimizer steps of a pass, beside the machine's products in its dtype.
 
     A token that the model reads counts 6 operations a parameter. Neither padding nor
     what is computed twice counts, and a prompt that a group shares counts once. The
@@ -218,17 +216,17 @@ def measure_update(
     the ceiling, head of responses" it does not. Tokens a second are of prompts and
     responses, with the prompt of each.
     """
-    rows = list(range(len(rollouts.text)))
     update = update_of(policy, rollouts, cfg)
     products = Products(cfg.dtype, device)
     seconds = in_turn(TURNS, update=update, products=products)
     tokens = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).sum())
     read = tokens_read(policy, rollouts)
     places = 0
-    for chosen in rows_of_micro_batches(
-        rollouts, rows, cfg.micro_batch_tokens, policy.sharing
-    ):
-        places += policy.sequences(rollouts.select(chosen)).tokens.numel()
+    for rows in rows_of_minibatches(cfg, step=1, pass_number=1):
+        for chosen in rows_of_micro_batches(
+            rollouts, rows, cfg.micro_batch_tokens, policy.sharing
+        ):
+            places += policy.sequences(rollouts.select(chosen)).tokens.numel()
     parameters = sum(weight.numel() for weight in policy.parameters())
     # How long the operations of the update take where they are large products.
     scale = 6 * parameters * read / products.operations
@@ -240,7 +238,11 @@ def measure_update(
         "tokens": tokens,
         "tokens read": read,
         "seconds": spread(seconds["update"]),
+        "GFLOP/s of the products": spread(
+            [products.operations / s / 1e9 for s in seconds["products"]]
+        ),
         "tokens a second": spread([tokens / s for s in seconds["update"]]),
+        "tokens read a second": spread([read / s for s in seconds["update"]]),
         "share of the ceiling": ratios(at_best, seconds["update"]),
         "share of the ceiling, head of responses": ratios(without, seconds["update"]),
         "share of padding": 1 - read / places,
@@ -249,15 +251,15 @@ def measure_update(
 
 
 def update_of(policy: Policy, rollouts: Rollouts, cfg: Config) -> Callable[[], None]:
-    """An optimizer step on all rollouts, to be done again and again."""
-    rows = list(range(len(rollouts.text)))
+    """The optimizer steps of a pass over the rollouts, to be done again and again."""
     optimizer, _ = build_optimizer(policy, cfg)
 
     def update() -> None:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        for rows in rows_of_minibatches(cfg, step=1, pass_number=1):
+            accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
 
     return update
 
@@ -458,6 +460,9 @@ def profile_update(
     microseconds = {}
     calls = {}
     for event in record.key_averages():
+        # A kernel of the GPU has a row of its own, and is in that of its operator.
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            continue
         of_gpu, of_cpu = event.self_device_time_total, event.self_cpu_time_total
         microseconds[event.key] = of_gpu if on_gpu else of_cpu
         calls[event.key] = event.count

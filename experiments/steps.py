@@ -24,6 +24,7 @@ import torch
 from experiments.speed import SIZES, ratios, spread
 from reward import load_task
 from support.log import PHASES
+from support.probe import PROBE_EVERY
 from support.tasks import task_of, with_instruction
 from train import Config, problems_of_step
 
@@ -32,14 +33,20 @@ TRL_STEP = ROOT / "experiments/trl_step.py"
 REPEATS = 3
 # Steps that are not counted: they compile.
 WARM_UP = 2
-# Steps that are counted, of the embedded default and of a pretrained model.
-COUNTED_OF_TINY, COUNTED = 14, 3
+# Steps that are counted, of the embedded default and of a pretrained model: one in
+# PROBE_EVERY has the probe of the sync.
+COUNTED_OF_TINY, COUNTED = 3 * PROBE_EVERY, PROBE_EVERY
 
 # Arms that are compared with each other.
 TWO_RANKS = "tiny, 2 ranks of a core each"
 ONE_CORE = "tiny, 1 core"
-TWO_CORES = "tiny, float32"
+ALL_CORES = "tiny, float32"
 HALF_THE_BATCH = "tiny, 1 core, half the batch"
+SCALING = {
+    "1 rank, 1 core / all cores": (ONE_CORE, ALL_CORES),
+    "1 rank / 2 ranks, the same batch (at best 2)": (ONE_CORE, TWO_RANKS),
+    "1 rank, half the batch / 2 ranks (at best 1)": (HALF_THE_BATCH, TWO_RANKS),
+}
 
 Arm = Callable[[], dict[str, Any]]
 
@@ -112,6 +119,11 @@ def run_train(
     }
     for phase in PHASES:
         found[phase] = [row[f"{phase}_seconds"] for row in rows]
+    # The log, and the probe of the sync.
+    found["elsewhere"] = [
+        of_step - sum(row[f"{phase}_seconds"] for phase in PHASES)
+        for of_step, row in zip(seconds, rows, strict=True)
+    ]
     return found
 
 
@@ -149,14 +161,29 @@ def run_trl(counted: int, settings: dict[str, Any], generator: str) -> dict[str,
     }
 
 
-def arms_of_trl(counted: int, settings: dict[str, Any]) -> dict[str, Arm]:
-    """TRL with either of its generators, beside train.py with these settings."""
-    return {
-        f"TRL with {generator}, {settings['dtype']}": partial(
-            run_trl, counted, settings, generator
-        )
-        for generator in ("transformers", "vllm")
-    }
+def dtypes(dtype: str) -> dict[str, str]:
+    """The settings of a run of train.py that computes and samples in the dtype."""
+    return {"dtype": dtype, "rollout_dtype": dtype}
+
+
+def arms_beside_trl(
+    counted: int, settings: dict[str, Any], trl: bool
+) -> dict[str, Arm]:
+    """train.py in both dtypes, and TRL with either of its generators in the same ones.
+
+    Both trainers have weights in float32, and compute and generate in the dtype. vLLM
+    under TRL has that of the model's folder.
+    """
+    arms: dict[str, Arm] = {}
+    for dtype in ("float32", "bfloat16"):
+        in_dtype = settings | dtypes(dtype)
+        name = Path(settings["model"]).name
+        arms[f"{name}, {dtype}"] = partial(run_train, counted, in_dtype)
+        if trl:
+            for generator in ("transformers", "vllm"):
+                arm = partial(run_trl, counted, in_dtype, generator)
+                arms[f"TRL with {generator}, {dtype}"] = arm
+    return arms
 
 
 def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
@@ -166,13 +193,13 @@ def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
     It makes two optimizer steps a step, TRL one. Strong scaling has the same batch for
     both, weak scaling half of it for one rank.
     """
-    run = partial(run_train, COUNTED_OF_TINY)
     # It learns next to nothing, so that its responses stay as long as they are.
-    settings = {"dtype": "float32", "learning_rate": 1e-9}
-    arms: dict[str, Arm] = {TWO_CORES: partial(run, settings)}
-    if trl:
-        arms |= arms_of_trl(COUNTED_OF_TINY, settings)
+    arms = arms_beside_trl(
+        COUNTED_OF_TINY, {"model": "tiny", "learning_rate": 1e-9}, trl
+    )
     if cores > 1 and not torch.cuda.is_available():
+        run = partial(run_train, COUNTED_OF_TINY)
+        settings = {"learning_rate": 1e-9} | dtypes("float32")
         half = settings | {"prompts_per_step": 16}
         arms[TWO_RANKS] = partial(run, settings, ranks=2, cores=2)
         arms[ONE_CORE] = partial(run, settings, cores=1)
@@ -181,20 +208,9 @@ def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
 
 
 def arms_of_model(model: str, trl: bool) -> dict[str, Arm]:
-    """A pretrained model in both dtypes, beside TRL in the same ones.
-
-    Both trainers have weights in float32, and compute and generate in the dtype. vLLM
-    under TRL has that of the model's folder.
-    """
+    """A pretrained model, beside TRL."""
     sizes = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-    arms: dict[str, Arm] = {}
-    for dtype in ("float32", "bfloat16"):
-        dtypes = {"dtype": dtype, "rollout_dtype": dtype}
-        settings = sizes | {"model": model} | dtypes
-        arms[f"{Path(model).name}, {dtype}"] = partial(run_train, COUNTED, settings)
-        if trl:
-            arms |= arms_of_trl(COUNTED, settings)
-    return arms
+    return arms_beside_trl(COUNTED, sizes | {"model": model}, trl)
 
 
 def measure_steps(model: str, trl: bool) -> dict[str, Any]:
@@ -219,33 +235,38 @@ def measure_steps(model: str, trl: bool) -> dict[str, Any]:
                 failed[name] = str(error)
             print(f"{name}: {runs[name][-1:]}", file=sys.stderr, flush=True)
     found: dict[str, Any] = {"rounds": REPEATS, "failed": failed, "arms": {}}
-    medians = {}
+    seconds = {}
     for name, of_arm in runs.items():
-        if name not in failed:
-            found["arms"][name] = summary(of_arm)
-            medians[name] = [statistics.median(run["seconds"]) for run in of_arm]
-    found["ratios"] = compare(medians, Path(model).name)
+        if name in failed:
+            continue
+        found["arms"][name] = summary(of_arm)
+        seconds[name] = [statistics.median(run["seconds"]) for run in of_arm]
+    beside_trl = pairs_beside_trl(list(seconds), Path(model).name)
+    found["ratios"] = compare(seconds, SCALING | beside_trl)
     return found
 
 
-def compare(medians: dict[str, list[float]], model: str) -> dict[str, dict[str, float]]:
-    """The ratios of arms that belong together, from the medians of each round.
-
-    What lacks an arm, as it failed, has no ratio.
-    """
-    pairs = {
-        "1 rank, 1 core / 2 cores (at best 2)": (ONE_CORE, TWO_CORES),
-        "1 rank / 2 ranks, the same batch (at best 2)": (ONE_CORE, TWO_RANKS),
-        "1 rank, half the batch / 2 ranks (at best 1)": (HALF_THE_BATCH, TWO_RANKS),
-    }
-    for name in medians:
+def pairs_beside_trl(arms: list[str], model: str) -> dict[str, tuple[str, str]]:
+    """Our arm and TRL's in the same dtype, by the title of their ratio."""
+    pairs = {}
+    for name in arms:
         if name.startswith("TRL"):
             dtype = name.split(", ")[-1]
             pairs[f"{model}, {dtype} / {name}"] = (f"{model}, {dtype}", name)
+    return pairs
+
+
+def compare(
+    values: dict[str, list[float]], pairs: dict[str, tuple[str, str]]
+) -> dict[str, dict[str, float]]:
+    """The ratios of arms that belong together, from a value of each round.
+
+    What lacks an arm, as it failed, has no ratio.
+    """
     return {
-        title: ratios(medians[one], medians[other])
+        title: ratios(values[one], values[other])
         for title, (one, other) in pairs.items()
-        if one in medians and other in medians
+        if one in values and other in values
     }
 
 

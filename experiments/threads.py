@@ -8,7 +8,6 @@ they are there. That can be undone, and what is compared runs in turn in one pro
 """
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed import DeviceMesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.speed import Products, first_step, ratios, seconds_of
 from loss import OBJECTIVES
 from rollout import Engine
@@ -57,22 +55,23 @@ def free_threads(cores: list[int]) -> None:
         os.sched_setaffinity(thread, cores)
 
 
-def bind_threads(cores: list[int]) -> None:
-    """Give each thread that computes a core of its own."""
-    for thread, core in zip(computing_threads(), cores, strict=True):
+def bind_threads(threads: list[int], cores: list[int]) -> None:
+    """Give each of these threads a core of its own."""
+    for thread, core in zip(threads, cores, strict=True):
         os.sched_setaffinity(thread, [core])
 
 
 def compare_binding(act: Callable[[], Any]) -> dict[str, float]:
     """The time of an act with threads that are bound to cores, beside free ones."""
     cores = sorted(os.sched_getaffinity(0))
+    threads = computing_threads()
     seconds: dict[str, list[float]] = {"free": [], "bound": []}
     for turn in range(THREAD_TURNS + 1):
         # Neither of the two is always the first one.
         for name in ("free", "bound") if turn % 2 else ("bound", "free"):
             free_threads(cores)
             if name == "bound":
-                bind_threads(cores)
+                bind_threads(threads, cores)
             took = seconds_of(act)
             if turn > 0:
                 seconds[name].append(took)

@@ -23,7 +23,8 @@ from datasets import Dataset
 from transformers import AutoConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# Of a forward pass, at most: TRL has the logits of all its positions at once.
+# Logits of a forward pass, at most. TRL has those of all its positions at once: 8 GB in
+# float32.
 LOGITS = 2**31
 
 
@@ -50,7 +51,7 @@ def chats_of(file: str) -> list[dict]:
 
 def responses_at_once(vocabulary: int, responses: int, max_tokens: int) -> int:
     """Responses of a forward pass: all of them, or as many halvings as LOGITS needs."""
-    while responses * max_tokens * vocabulary > LOGITS:
+    while responses * max_tokens * vocabulary > LOGITS and responses % 2 == 0:
         responses //= 2
     return responses
 

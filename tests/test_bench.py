@@ -79,14 +79,15 @@ def test_a_command_that_fails_says_why():
 
 def test_ratios_are_of_the_medians_of_a_round():
     medians = {
-        steps.TWO_CORES: [1.5, 1.5],
+        steps.ALL_CORES: [1.5, 1.5],
         steps.TWO_RANKS: [1.0, 2.0],
         steps.ONE_CORE: [1.8, 3.0],  # 1.8 and 1.5 times as long
         steps.HALF_THE_BATCH: [0.9, 1.6],  # 0.9 and 0.8
         "Smol, float32": [2.0, 3.0],
         "TRL with vllm, float32": [4.0, 12.0],  # ours takes 0.5 and 0.25 of it
     }
-    found = steps.compare(medians, "Smol")
+    pairs = steps.SCALING | steps.pairs_beside_trl(list(medians), "Smol")
+    found = steps.compare(medians, pairs)
     cores, strong, weak, ours = (ratio["median"] for ratio in found.values())
     assert cores == pytest.approx(1.6)  # 1.2 and 2 times as long
     assert strong == pytest.approx(1.65)
@@ -94,7 +95,7 @@ def test_ratios_are_of_the_medians_of_a_round():
     assert ours == pytest.approx(0.375)
     # An arm that failed has no seconds, and keeps the others from nothing.
     del medians[steps.ONE_CORE]
-    assert list(steps.compare(medians, "Smol")) == list(found)[2:]
+    assert list(steps.compare(medians, pairs)) == list(found)[2:]
 
 
 def test_trl_has_the_prompts_of_our_run_in_their_order():
@@ -134,11 +135,15 @@ def test_bound_threads_have_a_core_each_until_they_are_free_again():
     count = torch.get_num_threads()
     torch.set_num_threads(len(cores))
     try:
-        bind_threads(cores)
-        bound = [os.sched_getaffinity(thread) for thread in computing_threads()]
-        assert sorted(map(list, bound)) == [[core] for core in cores]
+        threads = computing_threads()
+        bind_threads(threads, cores)
+        assert [os.sched_getaffinity(thread) for thread in threads] == [
+            {core} for core in cores
+        ]
+        # They are still those that compute.
+        assert set(computing_threads()) == set(threads)
         free_threads(cores)
-        for thread in computing_threads():
+        for thread in threads:
             assert os.sched_getaffinity(thread) == set(cores)
     finally:
         free_threads(cores)
@@ -175,7 +180,7 @@ def test_each_goal_has_a_row_in_the_table_and_what_misses_it_is_bold():
         title, *cells = (text.strip() for text in line.strip("|").split("|"))
         rows[title] = cells
     # TRL with vLLM does not run on every machine.
-    assert set(GOALS) - set(rows) <= {"a step beside TRL's with vllm"}
+    assert set(GOALS) - set(rows) <= {"a step, our time / TRL's with vllm"}
     for place, column in enumerate(results["speed"]["models"]):
         numbers = numbers_of(column, results)
         for title, (side, bound) in GOALS.items():
