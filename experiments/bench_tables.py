@@ -44,7 +44,7 @@ SPEED_TITLES = {
     "on prompts, where it is not applied",
     ("profile", "share outside of products"): "update, share of its time outside of "
     "matrix products, attention included",
-    ("update", "share of padding"): "padding, share of what the model computes",
+    ("update", "share of padding"): "padding, share of the layers' places",
     ("update", "responses that share a sequence"): "responses that share their "
     "prompt's sequence in a run",
     ("shared prompts", "share of the tokens read"): "tokens that the model reads if "
@@ -136,9 +136,14 @@ def steps_of(column: str, results: dict[str, Any]) -> dict[str, Any]:
     return {"arms": {}, "ratios": {}, "failed": {}}
 
 
-def seconds_a_token(arm: dict[str, Any]) -> float:
-    """The median step of an arm over the mean length of its responses."""
-    return arm["seconds"]["median"] / arm["tokens of a response"]
+def ratio_of_a_token(column: str, steps: dict[str, Any]) -> Value:
+    """Our step's time over TRL's with transformers, each over its responses' length."""
+    trl = f"TRL with transformers, {column.split(', ')[-1]}"
+    ratio = steps["ratios"].get(f"{column} / {trl}")
+    if ratio is None:
+        return None
+    ours, theirs = (steps["arms"][arm]["tokens of a response"] for arm in (column, trl))
+    return {name: value * theirs / ours for name, value in ratio.items()}
 
 
 def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
@@ -159,9 +164,9 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
         if trl in steps["failed"]:
             ratio = "failed"
         found[f"a step, our time / TRL's with {generator}"] = ratio
-    trl = steps["arms"].get(f"TRL with transformers, {dtype}")
-    title = "a step, our time / TRL's with transformers, a token of the responses"
-    found[title] = trl and seconds_a_token(arm) / seconds_a_token(trl)
+        if generator == "transformers":
+            title = "the same for each token of a response"
+            found[title] = ratio_of_a_token(column, steps)
     found["sync, share of the step"] = arm.get("share of the sync")
 
     model = results["speed"]["models"][column]

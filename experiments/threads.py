@@ -9,6 +9,7 @@ they are there. That can be undone, and what is compared runs in turn in one pro
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ def processor_seconds() -> dict[int, float]:
     ticks_a_second = os.sysconf("SC_CLK_TCK")
     seconds = {}
     for thread in os.listdir("/proc/self/task"):
-        text = Path(f"/proc/self/task/{thread}/stat").read_text()
+        try:
+            text = Path(f"/proc/self/task/{thread}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since
         # The name before the last bracket may have spaces. From there on, the 12th and
         # 13th numbers are ticks in the program and in the system.
         fields = text.rpartition(")")[2].split()
@@ -52,7 +56,8 @@ def computing_threads() -> list[int]:
 def free_threads(cores: list[int]) -> None:
     """Let the threads of this process run on any of the cores."""
     for thread in processor_seconds():
-        os.sched_setaffinity(thread, cores)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(thread, cores)
 
 
 def bind_threads(threads: list[int], cores: list[int]) -> None:
