@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.distributed import DeviceMesh
 
-from experiments.speed import Products, first_step, ratios, seconds_of
+from experiments.speed import Products, first_step, in_turn, ratios
 from loss import OBJECTIVES
 from rollout import Engine
 from train import Config, accumulate_gradient
 
-# The first turn does not count. Binding changes little: many turns.
+# Binding changes little: many turns.
 THREAD_TURNS = 6
 
 
@@ -70,16 +70,16 @@ def compare_binding(act: Callable[[], Any]) -> dict[str, float]:
     """The time of an act with threads that are bound to cores, beside free ones."""
     cores = sorted(os.sched_getaffinity(0))
     threads = computing_threads()
-    seconds: dict[str, list[float]] = {"free": [], "bound": []}
-    for turn in range(THREAD_TURNS + 1):
-        # Neither of the two is always the first one.
-        for name in ("free", "bound") if turn % 2 else ("bound", "free"):
-            free_threads(cores)
-            if name == "bound":
-                bind_threads(threads, cores)
-            took = seconds_of(act)
-            if turn > 0:
-                seconds[name].append(took)
+
+    def free() -> None:
+        free_threads(cores)
+        act()
+
+    def bound() -> None:
+        bind_threads(threads, cores)
+        act()
+
+    seconds = in_turn(THREAD_TURNS, free=free, bound=bound)
     free_threads(cores)
     return ratios(seconds["bound"], seconds["free"])
 
