@@ -39,19 +39,18 @@ from experiments.speed import (
     LISTED,
     SIZES,
     VOCABULARIES,
+    gradient_of,
     measure_head,
     measure_machine,
     measure_speed,
 )
 from experiments.steps import WARM_UP, dtypes, measure_steps
 from experiments.threads import measure_threads
-from loss import OBJECTIVES
 from policy import build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
 from support.flags import Flags, Refused, parse_flags
 from train import (
     Config,
-    accumulate_gradient,
     add_reward,
     load_data,
     sample_step,
@@ -125,8 +124,8 @@ def kl_cost(
 ) -> dict[str, Any]:
     """A rollout and its gradient with K = 0 and with K = LISTED, in turn.
 
-    Both sample the same responses with the same noise. The gradient is an update
-    without the optimizer's step, which has nothing to do with K.
+    Both sample the same responses with the same noise. The optimizer's step has nothing
+    to do with K.
     """
     data = load_data(cfg)
     sharing = sharing_of(cfg, data.longest)
@@ -142,12 +141,6 @@ def kl_cost(
         )
         engines.append(engine_of[listed])
         engine_of[listed].load_weights(full_weights(policy), version="0")
-    rows = list(range(cfg.prompts_per_step * cfg.group_size))
-
-    def gradient(rollouts: Rollouts) -> None:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
-        policy.zero_grad()
-
     clocks: dict[tuple[str, int], list[Clock]] = {
         (phase, listed): []
         for phase in ("rollout", "gradient")
@@ -161,14 +154,14 @@ def kl_cost(
                 rollouts = sample_step(engine_of[listed], cfg, turn, data.train.prompts)
             add_reward(rollouts, cfg, turn, data.train.problems)
             with Clock() as of_gradient:
-                gradient(rollouts)
+                gradient_of(policy, rollouts, cfg)()
             last_rollouts[listed] = rollouts
             if turn > WARM_UP:
                 clocks["rollout", listed].append(of_rollout)
                 clocks["gradient", listed].append(of_gradient)
     found: dict[str, Any] = {
         "vocabulary": policy.model.config.vocab_size,
-        "responses": len(rows),
+        "responses": len(last_rollouts[0].text),
         "tokens": int(last_rollouts[0].mask.sum()),
         "turns": turns,
     }
@@ -178,7 +171,9 @@ def kl_cost(
         rollouts = last_rollouts[listed]
         found[f"K = {listed}"] = {
             "bytes of the rollouts": tensor_bytes(rollouts),
-            "peak bytes of the gradient": peak_bytes(partial(gradient, rollouts)),
+            "peak bytes of the gradient": peak_bytes(
+                gradient_of(policy, rollouts, cfg)
+            ),
         }
     return found
 

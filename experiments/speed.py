@@ -264,6 +264,20 @@ def update_of(policy: Policy, rollouts: Rollouts, cfg: Config) -> Callable[[], N
     return update
 
 
+def gradient_of(policy: Policy, rollouts: Rollouts, cfg: Config) -> Callable[[], None]:
+    """The gradient of all responses as one minibatch, to be done again and again.
+
+    That is an update without the optimizer's step.
+    """
+    rows = list(range(len(rollouts.text)))
+
+    def gradient() -> None:
+        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
+        policy.zero_grad()
+
+    return gradient
+
+
 def tokens_read(policy: Policy, rollouts: Rollouts) -> int:
     """Tokens that the model reads: the responses, and the prompt of each sequence."""
     sequences = policy.sequences(rollouts)
@@ -282,14 +296,9 @@ def measure_sharing(policy: Policy, rollouts: Rollouts, cfg: Config) -> dict[str
 
     All of it is one micro-batch, so that neither has a pass for e_B.
     """
-    rows = list(range(len(rollouts.text)))
     whole = cfg.model_copy(update={"micro_batch_tokens": 2**30})
+    gradient = gradient_of(policy, rollouts, whole)
     sharing_in_a_run = policy.sharing
-
-    def gradient() -> None:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], whole, step=1)
-        policy.zero_grad()
-
     tokens = {}
     for policy.sharing in 1, cfg.group_size:
         tokens[policy.sharing] = tokens_read(policy, rollouts)
@@ -391,19 +400,16 @@ def measure_compile(
 
     Two policies, since a compiled one cannot be had back.
     """
-    rows = list(range(len(rollouts.text)))
     # All models here have the same layers, which are compiled a few times at most.
     torch.compiler.reset()
     for layer in compiled.model.base_model.layers:
         layer.compile(dynamic=True)
-
-    def gradient(policy: Policy) -> None:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
-        policy.zero_grad()
-
-    first = seconds_of(partial(gradient, compiled))
+    gradient_of_compiled = gradient_of(compiled, rollouts, cfg)
+    first = seconds_of(gradient_of_compiled)
     seconds = in_turn(
-        TURNS, plain=partial(gradient, plain), compiled=partial(gradient, compiled)
+        TURNS,
+        plain=gradient_of(plain, rollouts, cfg),
+        compiled=gradient_of_compiled,
     )
     return {
         "seconds of the first": first,
@@ -427,17 +433,16 @@ def measure_ess_pass(
         rollouts, rows, several.micro_batch_tokens, policy.sharing
     )
 
-    def gradient() -> None:
-        objective = OBJECTIVES["p3o"]
-        accumulate_gradient(policy, rollouts, rows, objective, several, step=1)
-        policy.zero_grad()
-
     def pass_for_ess() -> None:
         with torch.no_grad():
             for chosen in micro_batches:
                 policy(rollouts.select(chosen, device))
 
-    seconds = in_turn(TURNS, gradient=gradient, pass_for_ess=pass_for_ess)
+    seconds = in_turn(
+        TURNS,
+        gradient=gradient_of(policy, rollouts, several),
+        pass_for_ess=pass_for_ess,
+    )
     return {
         "micro-batches": len(micro_batches),
         "share of the update": ratios(seconds["pass_for_ess"], seconds["gradient"]),

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch.distributed import DeviceMesh
 
-from experiments.speed import Products, first_step, in_turn, ratios
-from loss import OBJECTIVES
+from experiments.speed import Products, first_step, gradient_of, in_turn, ratios
 from rollout import Engine
-from train import Config, accumulate_gradient
+from train import Config
 
 # Binding changes little: many turns.
 THREAD_TURNS = 6
@@ -92,12 +91,6 @@ def measure_threads(
     Its engine is put into `engines`: one that is freed takes the process group along.
     """
     policy, engine, rollouts, prompts = first_step(cfg, mesh, engines)
-    rows = list(range(len(rollouts.text)))
-
-    def gradient() -> None:
-        accumulate_gradient(policy, rollouts, rows, OBJECTIVES["p3o"], cfg, step=1)
-        policy.zero_grad()
-
     rollout = partial(
         engine.sample,
         prompts,
@@ -107,5 +100,5 @@ def measure_threads(
     )
     return {
         "rollout": compare_binding(rollout),
-        "gradient": compare_binding(gradient),
+        "gradient": compare_binding(gradient_of(policy, rollouts, cfg)),
     }
