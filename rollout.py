@@ -28,6 +28,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from support.flags import Refused
+from support.malloc import keep_freed_memory
 from support.shared_memory import own_segments
 
 
@@ -97,6 +98,7 @@ def init_distributed() -> dist.DeviceMesh:
         # torchrun gives each of several ranks one thread, and the engine would keep it.
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // ranks_of_node))
+        keep_freed_memory()
     if nodes == 1:
         return dist.init_device_mesh(
             device.type, (ranks_of_node,), mesh_dim_names=("rank",)

@@ -283,4 +283,9 @@ def report(results: dict[str, Any]) -> str:
                 f"## Where the time of an update goes: {name}",
                 table_of_profile(model["profile"]["operators"]),
             ]
+        for name, model in results["speed"]["models"].items():
+            sections += [
+                f"## Where the time of a sync goes: {name}",
+                table_of_profile(model["profile of the sync"]["operators"]),
+            ]
     return "\n\n".join(sections) + "\n"

@@ -33,11 +33,18 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.memory import GB
 from loss import KL_ESTIMATORS, OBJECTIVES, Objective, group_advantage
-from policy import build_policy, full_weights
+from policy import Policy, build_policy, full_weights
 from rollout import Engine, Rollouts, init_distributed
 from support.checks import check_on_policy, check_run
 from support.flags import OneRankFailed, Refused, find_objective, parse_flags
-from train import Config, Data, accumulate_gradient, load_data, sample_step
+from train import (
+    Config,
+    Data,
+    accumulate_gradient,
+    load_data,
+    sample_step,
+    sharing_of,
+)
 
 CUDA = torch.cuda.is_available()
 # Dense bf16 TFLOP/s by data sheet. The names are whole: an H100 PCIe is slower than an
@@ -56,10 +63,10 @@ CAPTIONS = {
     "speed": """Tokens are those sampled in a rollout, and all in an update. The FLOPs
 of a pass are 2 x (weights of the layers x tokens + weights of the head x response
 tokens) + 4 x layers x heads x head size x pairs of tokens of which one attends to the
-other. A rollout has one pass, with each prompt once a group. An update has three; what
-it computes again does not count. Each speed is one reading, that of the second step.
-The update is the same for all engines: how far its "times unquantized" is from 1 tells
-the noise in that of the rollout.""",
+other. A rollout has one pass, with each prompt once a group. An update has three, with
+each prompt as often as the policy reads it; what it computes again does not count. Each
+speed is one reading, that of the second step. The update is the same for all engines:
+how far its "times unquantized" is from 1 tells the noise in that of the rollout.""",
     "phases": """GB of 2^30 bytes after a phase, of the rank with the most. "used" is
 the device's, by all programs: as torch keeps what it frees, it is about the peak of a
 rollout or update. "allocated" is torch's, then and at most. It counts an engine that
@@ -95,9 +102,10 @@ class Work:
 
 
 def work_of_step(
-    model: torch.nn.Module, rollouts: Rollouts, group_size: int
+    policy: Policy, rollouts: Rollouts, group_size: int
 ) -> tuple[Work, Work]:
     """The work of the rollout and of the update, as CAPTIONS["speed"] counts it."""
+    model = policy.model
     layers = model.base_model.layers
     linear = 0
     for module in layers.modules():
@@ -118,7 +126,9 @@ def work_of_step(
     # The engine computes a prompt once for its group.
     repeated = flops_of_layers(prompt) - flops_of_layers(prompt[::group_size])
     rollout = Work(tokens=sampled, flops=one_pass - repeated)
-    update = Work(tokens=int((prompt + response).sum()), flops=3 * one_pass)
+    # The policy shares a prompt in the whole group, or not at all.
+    pass_of_update = one_pass if policy.sharing == 1 else one_pass - repeated
+    update = Work(tokens=int((prompt + response).sum()), flops=3 * pass_of_update)
     return rollout, update
 
 
@@ -197,6 +207,7 @@ def check_engine(cfg: CheckConfig, data: Data, objective: Objective) -> dict[str
             dtype=cfg.dtype,
             temperature=cfg.policy_temperature,
             gradient_checkpointing=cfg.gradient_checkpointing,
+            sharing=sharing_of(cfg, data.longest),
         )
     # AdamW's first step moves every weight by the learning rate, and so an output of a
     # layer by up to its width times that. Divided by the width the rate changes any
@@ -234,7 +245,7 @@ def check_engine(cfg: CheckConfig, data: Data, objective: Objective) -> dict[str
 
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     speed = {}
-    works = work_of_step(policy.model, rollouts, cfg.group_size)
+    works = work_of_step(policy, rollouts, cfg.group_size)
     for name, work in zip(("rollout", "update"), works, strict=True):
         everyone: list = [None] * world
         dist.all_gather_object(everyone, work)

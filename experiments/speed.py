@@ -369,14 +369,20 @@ def measure_sharing_by_length(policy: Policy, device: str) -> dict[str, Any]:
     return found
 
 
+def sync_of(policy: Policy, engine: Engine) -> Callable[[], None]:
+    """A sync of the policy's weights into the engine, to be done again and again."""
+
+    def sync() -> None:
+        engine.load_weights(full_weights(policy), version="0")
+
+    return sync
+
+
 def measure_sync(policy: Policy, engine: Engine, dtype: str) -> dict[str, Any]:
     """The weights into the engine, in seconds, and bytes of the weights a second.
 
     They leave the policy in `dtype`. A tied head, which goes twice, counts once.
     """
-
-    def sync() -> None:
-        engine.load_weights(full_weights(policy), version="0")
 
     def gather() -> None:
         for _ in full_weights(policy):
@@ -384,7 +390,7 @@ def measure_sync(policy: Policy, engine: Engine, dtype: str) -> dict[str, Any]:
 
     parameters = sum(weight.numel() for weight in policy.parameters())
     total = parameters * getattr(torch, dtype).itemsize
-    seconds = in_turn(TURNS, sync=sync, gather=gather)
+    seconds = in_turn(TURNS, sync=sync_of(policy, engine), gather=gather)
     return {
         "bytes": total,
         "seconds": spread(seconds["sync"]),
@@ -449,21 +455,18 @@ def measure_ess_pass(
     }
 
 
-def profile_update(
-    policy: Policy, rollouts: Rollouts, cfg: Config, device: str
-) -> dict[str, Any]:
-    """Where the time of an optimizer step goes: torch's operators, by their own time.
+def profile(act: Callable[[], Any], device: str) -> dict[str, Any]:
+    """Where the time of an act goes: torch's operators, by their own time.
 
-    On a GPU it is the GPU's time.
+    It is done once before. On a GPU it is the GPU's time.
     """
-    update = update_of(policy, rollouts, cfg)
-    update()
+    act()
     on_gpu = device == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as record:
-        update()
+        act()
     microseconds = {}
     calls = {}
     for event in record.key_averages():
@@ -590,19 +593,19 @@ def measure_speed(
     cfg: Config, mesh: DeviceMesh, engines: list[Engine]
 ) -> dict[str, Any]:
     """All of the above for one model, in the dtype of cfg."""
+    device = mesh.device_type
     policy, engine, rollouts, prompts = first_step(cfg, mesh, engines)
     compiled = build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=policy.sharing)
     measured = {
         "rollout": measure_rollout(engine, cfg, prompts),
-        "update": measure_update(policy, rollouts, cfg, mesh.device_type),
+        "update": measure_update(policy, rollouts, cfg, device),
         "sync": measure_sync(policy, engine, cfg.dtype),
         "torch.compile": measure_compile(policy, compiled, rollouts, cfg),
-        "pass for e_B": measure_ess_pass(policy, rollouts, cfg, mesh.device_type),
-        "profile": profile_update(policy, rollouts, cfg, mesh.device_type),
+        "pass for e_B": measure_ess_pass(policy, rollouts, cfg, device),
+        "profile": profile(update_of(policy, rollouts, cfg), device),
+        "profile of the sync": profile(sync_of(policy, engine), device),
     }
     if can_share_prompts(policy.model):
         measured["shared prompts"] = measure_sharing(policy, rollouts, cfg)
-        measured["shared prompts by length"] = measure_sharing_by_length(
-            policy, mesh.device_type
-        )
+        measured["shared prompts by length"] = measure_sharing_by_length(policy, device)
     return measured

@@ -37,7 +37,7 @@ def test_flops_of_an_update_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter:
         logp, top_logp = Policy(model)(batch)
         (logp.sum() + top_logp.sum()).backward()
-    _, update = work_of_step(model, batch, group_size=4)
+    _, update = work_of_step(Policy(model), batch, group_size=4)
     assert update.tokens == 4 * 40
     # Eager attention also computes the pairs that its mask drops, three times.
     dropped = 3 * 4 * WIDTH * 4 * 40**2 / 2
@@ -49,11 +49,19 @@ def test_flops_of_an_update_are_those_that_torch_counts():
 
 def test_flops_of_a_rollout_count_the_prompt_once_a_group():
     model = AutoModelForCausalLM.from_pretrained("tiny")
-    rollout, _ = work_of_step(model, random_batch(4, 40, 20), group_size=4)
+    policy = Policy(model)
+    rollout, _ = work_of_step(policy, random_batch(4, 40, 20), group_size=4)
     assert rollout.tokens == 4 * 24
     pairs = 16**2 / 2 + 4 * (40**2 - 16**2) / 2
     linear = 2 * LINEAR * (16 + 4 * 24)
     assert rollout.flops == linear + 4 * WIDTH * pairs + 2 * HEAD * 4 * 24
+
+
+def test_flops_of_an_update_count_a_shared_prompt_once():
+    model = AutoModelForCausalLM.from_pretrained("tiny")
+    policy = Policy(model, sharing=4)
+    rollout, update = work_of_step(policy, random_batch(4, 40, 20), group_size=4)
+    assert update.flops == 3 * rollout.flops
 
 
 def test_speed_is_by_device_and_in_percent_of_its_peak():

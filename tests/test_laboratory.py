@@ -80,6 +80,22 @@ def test_the_others_run_with_three_seeds_where_one_of_three_objectives_breaks():
     assert objectives == {*OTHERS} - {*mismatch.ONLY_IN}
 
 
+def test_the_main_objectives_run_with_five_seeds_where_it_breaks_and_three_elsewhere():
+    done = done_with(mismatch.plan("full", done={}))
+    cell = Cell("lag 16", LEARNING_RATE, "reinforce", 0)
+    done[cell] = row_of(cell, [0.4, 0.79, 0.79, 0.79])
+    cells = set(mismatch.plan("full", done))
+    for name in MISMATCHES:
+        seeds = 5 if name == "lag 16" else 3
+        for objective in MAIN:
+            planned = {
+                cell.seed
+                for cell in cells
+                if (cell.mismatch, cell.objective) == (name, objective)
+            }
+            assert planned == set(range(seeds))
+
+
 def test_no_cell_is_planned_twice_and_every_planned_one_has_flags(tmp_path):
     done = done_with(mismatch.plan("full", done={}), accuracy=0.5)
     # On-policy is better: all others break.
