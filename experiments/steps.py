@@ -42,10 +42,14 @@ TWO_RANKS = "tiny, 2 ranks of a core each"
 ONE_CORE = "tiny, 1 core"
 ALL_CORES = "tiny, float32"
 HALF_THE_BATCH = "tiny, 1 core, half the batch"
+RETURNED = "tiny, float32, freed memory returned"
 SCALING = {
     "1 rank, 1 core / all cores": (ONE_CORE, ALL_CORES),
     "1 rank / 2 ranks, the same batch (at best 2)": (ONE_CORE, TWO_RANKS),
     "1 rank, half the batch / 2 ranks (at best 1)": (HALF_THE_BATCH, TWO_RANKS),
+}
+MALLOC = {
+    "a step, freed memory kept / returned to the system": (ALL_CORES, RETURNED),
 }
 
 Arm = Callable[[], dict[str, Any]]
@@ -89,8 +93,9 @@ def run_train(
     settings: dict[str, Any],
     ranks: int = 1,
     cores: int = 0,
+    script: str = "train.py",
 ) -> dict[str, Any]:
-    """The seconds of each step of train.py and of its phases.
+    """The seconds of each step of train.py, or a script like it, and of its phases.
 
     On all cores, or on the first `cores` of them.
     """
@@ -101,7 +106,7 @@ def run_train(
         out = Path(folder) / "run"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={ranks}", "train.py"),
+            *(f"--nproc-per-node={ranks}", script),
             *(f"--steps={steps}", f"--out_dir={out}", "--eval_every=0"),
             *("--eval_problems=8", *flags),
         ]
@@ -187,8 +192,8 @@ def arms_beside_trl(
 
 
 def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
-    """The embedded default beside TRL, and how it scales from a rank of one core to
-    two.
+    """The embedded default beside TRL, how it scales from a rank of one core to two,
+    and what it costs to return freed memory.
 
     It makes two optimizer steps a step, TRL one. Strong scaling has the same batch for
     both, weak scaling half of it for one rank.
@@ -204,6 +209,8 @@ def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
         arms[TWO_RANKS] = partial(run, settings, ranks=2, cores=2)
         arms[ONE_CORE] = partial(run, settings, cores=1)
         arms[HALF_THE_BATCH] = partial(run, half, cores=1)
+        script = "experiments/returned_memory.py"
+        arms[RETURNED] = partial(run, settings, script=script)
     return arms
 
 
@@ -242,7 +249,7 @@ def measure_steps(model: str, trl: bool) -> dict[str, Any]:
         found["arms"][name] = summary(of_arm)
         seconds[name] = [statistics.median(run["seconds"]) for run in of_arm]
     beside_trl = pairs_beside_trl(list(seconds), Path(model).name)
-    found["ratios"] = compare(seconds, SCALING | beside_trl)
+    found["ratios"] = compare(seconds, SCALING | MALLOC | beside_trl)
     return found
 
 
