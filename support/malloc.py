@@ -1,4 +1,8 @@
-"""Memory on a CPU: glibc's malloc keeps what is freed, as torch does on a GPU."""
+"""Memory on a CPU: glibc's malloc keeps what is freed, as torch does on a GPU.
+
+vLLM advises another malloc for that, tcmalloc. It has to be installed apart, and named
+in LD_PRELOAD before Python starts.
+"""
 
 import ctypes
 
@@ -8,10 +12,10 @@ MMAP_MAX = -4
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep all memory that this process frees, for what it allocates next.
+    """Let malloc keep what this process frees, for what it allocates next.
 
     By default it returns large blocks to the system, and what an update allocates in
-    their place costs a page fault for every 4 kB.
+    their place costs page faults.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_MAX, 0)  # No block is one of its own, returned when it is freed.
