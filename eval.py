@@ -270,9 +270,8 @@ def main() -> None:
             max_num_seqs=cfg.max_num_seqs,
             verbose=cfg.verbose,
         )
-    chunk = world * max(
-        1, cfg.chunk_responses // cfg.samples
-    )  # problems between savings
+    problems_of_rank = max(1, cfg.chunk_responses // cfg.samples)
+    chunk = world * problems_of_rank  # problems between savings
     for task, split in benchmarks.items():
         for first in range(len(correct[task]), len(split.problems), chunk):
             counts = evaluate(

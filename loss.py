@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# A larger |log rho| is an error. From 84 nats on the largest weight here, rho log rho,
+# A larger |log rho| is an error. From 85 nats on the largest weight here, rho log rho,
 # would not fit a gradient in float32.
 MAX_LOG_RATIO = 82.0  # nats
 # kl_divergence puts all tokens that are not listed into one bucket. The probability of
@@ -212,12 +212,13 @@ def grpo(
 ) -> Loss:
     """PPO's clipped loss, (4) in the P3O paper, on group advantages.
 
-    Arguments, errors and loss are as in p3o_loss; capped is the share of tokens without
-    gradient. (4) is equation 7 of arXiv 1707.06347, -min(rho A, clip(rho, 1 - eps, 1 +
-    eps) A). A token whose ratio has left the range in the direction of its advantage
-    has no gradient. On the other side the weight rho A has no bound. GRPO (arXiv
-    2402.03300, equation 3) averages over responses first, and adds a KL to a fixed
-    reference model. Here every token counts the same, and there is no reference model.
+    Arguments, errors and loss are as in p3o_loss; capped is the share of tokens whose
+    gradient the clip removes. (4) is equation 7 of arXiv 1707.06347, -min(rho A,
+    clip(rho, 1 - eps, 1 + eps) A). A token whose ratio has left the range in the
+    direction of its advantage has no gradient. On the other side the weight rho A has
+    no bound. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
+    adds a KL to a fixed reference model. Here every token counts the same, and there is
+    no reference model.
     """
     _, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     ratio = log_ratio.exp()  # [N, T]

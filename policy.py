@@ -139,8 +139,10 @@ def sequence_of_response(rollouts: Rollouts, sharing: int) -> torch.Tensor:
     _, prompt = prompts.unique(dim=0, return_inverse=True)  # [N] its number
     # How many responses to the same prompt come before this one.
     earlier = (prompt[:, None] == prompt).tril(-1).sum(dim=1)  # [N]
-    # Pairs of a prompt and a number of sequences that are full, as single numbers.
-    pair = prompt * len(prompt) + earlier // sharing
+    # A sequence is a prompt, and how many full sequences of it came before: one number
+    # for the two.
+    responses = len(prompt)
+    pair = prompt * responses + earlier // sharing
     return pair.unique(return_inverse=True)[1]
 
 

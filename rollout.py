@@ -78,7 +78,8 @@ def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
 
     Its dimensions are (node, rank), or (rank,) on one node. It comes before the engine,
-    which would otherwise make a group of its own, of the wrong size.
+    which would otherwise make a group of its own, of the wrong size. On a CPU it gives
+    the rank its share of the cores, and has malloc keep what is freed.
     """
     if "RANK" not in os.environ:
         # Not under torchrun. Port 0 is any free one.
@@ -240,11 +241,11 @@ class Engine:
                 "vLLM kept its prefix cache: is another thread sampling?"
             )
         # The prompts of all ranks that share this engine, of which it answers all.
-        sharing = distributed.get_tp_group()
-        prompts_of_rank: list = [None] * sharing.world_size
+        tp_group = distributed.get_tp_group()
+        pairs_by_rank: list = [None] * tp_group.world_size
         mine = list(zip(prompts, seeds, strict=True))
-        dist.all_gather_object(prompts_of_rank, mine, sharing.cpu_group)
-        asked = [pair for pairs in prompts_of_rank for pair in pairs]
+        dist.all_gather_object(pairs_by_rank, mine, tp_group.cpu_group)
+        asked = [pair for pairs in pairs_by_rank for pair in pairs]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in asked],
             [
@@ -260,7 +261,7 @@ class Engine:
             ],
             use_tqdm=False,
         )
-        first = sum(len(pairs) for pairs in prompts_of_rank[: sharing.rank_in_group])
+        first = sum(len(pairs) for pairs in pairs_by_rank[: tp_group.rank_in_group])
         return self.as_rollouts(outputs[first : first + len(prompts)])
 
     def as_rollouts(self, outputs: list) -> Rollouts:
@@ -377,10 +378,10 @@ class Engine:
         too_little = set(partial - padded)
         # A rank's part of a small vocabulary may be padding alone, which gets nothing:
         # a layer is empty if no rank that shares this engine got a part of it.
-        sharing = distributed.get_tp_group()
-        empty_of_ranks: list = [None] * sharing.world_size
+        tp_group = distributed.get_tp_group()
+        empty_of_ranks: list = [None] * tp_group.world_size
         empty = set(self.incomplete.empty)
-        dist.all_gather_object(empty_of_ranks, empty, sharing.cpu_group)
+        dist.all_gather_object(empty_of_ranks, empty, tp_group.cpu_group)
         empty = set.intersection(*empty_of_ranks)
         if empty:
             return f"brought nothing to a {', '.join(sorted(empty))}"

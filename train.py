@@ -3,7 +3,7 @@
     torchrun train.py                # the embedded default, on two CPU cores
     torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
 
-`main` is the loop; `accumulate_gradient` computes the gradient of one batch B. A run
+`learn` is the loop; `accumulate_gradient` computes the gradient of one batch B. A run
 writes out_dir/{config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoints/,
 model/}. Steps are numbered from 1: weights "7" are those after step 7, and weights "0"
 are the initial ones. A collective is a function that all ranks have to call together.
@@ -389,8 +389,9 @@ def accumulate_gradient(
 
     `rows` are this rank's. The batch B of (11) and (12) is the minibatch on all ranks:
     how it is divided into micro-batches and among ranks changes neither e_B nor the
-    gradient. A collective. Raises FloatingPointError, on all ranks, where a ratio is
-    not finite, and OneRankFailed where a rank's loss is not.
+    gradient. A collective. Raises FloatingPointError, on all ranks, where |log rho| is
+    over MAX_LOG_RATIO or an advantage is not finite, and OneRankFailed where a rank's
+    loss is not.
     """
     device = next(policy.parameters()).device
     micro_batches = [
@@ -418,6 +419,7 @@ def accumulate_gradient(
     for micro_batch in micro_batches:
         if not is_single:
             output = policy(micro_batch)
+        # Otherwise it is that of the first pass, which has its graph.
         logp, top_logp = output  # [N_i, T_i] and [N_i, T_i, K]
         with torch.set_grad_enabled(objective.takes_kl):
             kl = kl_of_positions(top_logp, micro_batch, cfg)
@@ -657,7 +659,7 @@ def agreed_signal(signals: list[int]) -> int:
 
 
 class Run:
-    """What a run has on its way: two copies of the weights, and batches that wait.
+    """What a run has on its way: weights in trainer and engines, batches that wait.
 
     Every method is a collective.
     """

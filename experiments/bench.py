@@ -124,8 +124,8 @@ def kl_cost(
 ) -> dict[str, Any]:
     """A rollout and its gradient with K = 0 and with K = LISTED, in turn.
 
-    Both sample the same responses with the same noise. The optimizer's step has nothing
-    to do with K.
+    Both sample the same responses with the same noise. The optimizer's step is left
+    out: it has nothing to do with K.
     """
     data = load_data(cfg)
     sharing = sharing_of(cfg, data.longest)

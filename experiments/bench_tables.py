@@ -27,6 +27,9 @@ PARTS = {
 # what became of it.
 Value = float | dict[str, float] | str | None
 
+# What was profiled, by its name in the results.
+PROFILES = {"profile": "an update", "profile of the sync": "a sync"}
+
 # What experiments/speed.py found of a model: its part and name there, and its title.
 SPEED_TITLES = {
     ("rollout", "tokens a second"): "rollout, tokens a second",
@@ -42,8 +45,8 @@ SPEED_TITLES = {
     ("update", "share of the ceiling"): "update, share of its ceiling",
     ("update", "share of the ceiling, head of responses"): "the same without the head "
     "on prompts, where it is not applied",
-    ("profile", "share outside of products"): "update, share of its time outside of "
-    "matrix products, attention included",
+    ("profile", "share outside of products"): "update, share of its operators' time "
+    "outside of matrix products, attention included",
     ("update", "share of padding"): "padding, share of the layers' places",
     ("update", "responses that share a sequence"): "responses that share their "
     "prompt's sequence in a run",
@@ -232,7 +235,7 @@ def table_of_profile(profile: list[dict[str, Any]]) -> str:
         [f"`{row['operator']}`", format_number(100 * row["share"]), str(row["calls"])]
         for row in profile
     ]
-    return table([["operator", "% of the time", "calls"], *rows])
+    return table([["operator", "% of the operators' time", "calls"], *rows])
 
 
 def made_by(results: dict[str, Any]) -> str:
@@ -278,14 +281,11 @@ def report(results: dict[str, Any]) -> str:
         if steps["failed"]:
             sections.append(table_of_failures(steps["failed"]))
     if "speed" in results:
-        for name, model in results["speed"]["models"].items():
-            sections += [
-                f"## Where the time of an update goes: {name}",
-                table_of_profile(model["profile"]["operators"]),
-            ]
-        for name, model in results["speed"]["models"].items():
-            sections += [
-                f"## Where the time of a sync goes: {name}",
-                table_of_profile(model["profile of the sync"]["operators"]),
-            ]
+        for part, act in PROFILES.items():
+            for name, model in results["speed"]["models"].items():
+                if part in model:
+                    sections += [
+                        f"## Where the time of {act} goes: {name}",
+                        table_of_profile(model[part]["operators"]),
+                    ]
     return "\n\n".join(sections) + "\n"

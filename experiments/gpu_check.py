@@ -60,13 +60,14 @@ PEAK_TFLOPS = {
 CAPTIONS = {
     "mismatch": "log pi_theta - log pi_b of a batch: its e_B, its mean ratio, without "
     "the outer 2% of the tokens too, and its mean and largest size in nats.",
-    "speed": """Tokens are those sampled in a rollout, and all in an update. The FLOPs
-of a pass are 2 x (weights of the layers x tokens + weights of the head x response
-tokens) + 4 x layers x heads x head size x pairs of tokens of which one attends to the
-other. A rollout has one pass, with each prompt once a group. An update has three, with
-each prompt as often as the policy reads it; what it computes again does not count. Each
-speed is one reading, that of the second step. The update is the same for all engines:
-how far its "times unquantized" is from 1 tells the noise in that of the rollout.""",
+    "speed": """Tokens are those sampled in a rollout, and in an update each response's
+with its prompt's. The FLOPs of a pass are 2 x (weights of the layers x tokens + weights
+of the head x response tokens) + 4 x layers x heads x head size x pairs of tokens of
+which one attends to the other. A rollout has one pass, with each prompt once a group.
+An update has three, with each prompt as often as the policy reads it; what it computes
+again does not count. Each speed is one reading, that of the second step. The update is
+the same for all engines: how far its "times unquantized" is from 1 tells the noise in
+that of the rollout.""",
     "phases": """GB of 2^30 bytes after a phase, of the rank with the most. "used" is
 the device's, by all programs: as torch keeps what it frees, it is about the peak of a
 rollout or update. "allocated" is torch's, then and at most. It counts an engine that

@@ -10,12 +10,13 @@ so the grid can be stopped and started at will. What a run does not set is EVERY
 the defaults of train.py. After each run eval.py measures pass@8 of its model. Held-out
 accuracy is that of the policy, on the same problems with the same noise for all.
 
-The plan was written down before the first run of the full grid, and it runs by itself:
+The plan was written down before the first run of the full grid, but for the two changes
+that it tells of, and it runs by itself:
 1. LEARNING_RATE is the one of LEARNING_RATES with the best score on-policy (P3O, two
    seeds). The score of a run is the mean of its last three sampled held-out accuracies.
 2. MAIN objectives run under all MISMATCHES, first with one seed, then with SEEDS where
-   it breaks, and with SEEDS_ELSEWHERE where it does not. It was SEEDS everywhere, until
-   128 runs told that this would take more than ten hours.
+   it breaks (point 3), and with SEEDS_ELSEWHERE where it does not. It was SEEDS
+   everywhere, until 128 runs told that this would take more than ten hours.
 3. A mismatch is one "where it breaks" if the first seed of P3O, GRPO 0.2 or REINFORCE
    scores 0.1 or more below the same objective on-policy. All OTHERS run there, with
    SEEDS_ELSEWHERE.
@@ -355,8 +356,7 @@ def run_plan(
     while time.time() - begin < hours * 3600:
         done = finished(results)
         cells = plan(done)
-        # Each rank takes its share of the plan; rank 0 also what is left when others
-        # stop.
+        # Each rank takes its share of the plan.
         undone = [
             (number, cell)
             for number, cell in enumerate(cells)

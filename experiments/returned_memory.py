@@ -17,5 +17,5 @@ import rollout
 import train
 
 if __name__ == "__main__":
-    rollout.keep_freed_memory = lambda: None
+    rollout.keep_freed_memory = lambda: None  # init_distributed calls it by this name
     train.main()

@@ -267,7 +267,7 @@ def update_of(policy: Policy, rollouts: Rollouts, cfg: Config) -> Callable[[], N
 def gradient_of(policy: Policy, rollouts: Rollouts, cfg: Config) -> Callable[[], None]:
     """The gradient of all responses as one minibatch, to be done again and again.
 
-    That is an update without the optimizer's step.
+    Neither clipping nor an optimizer step is part of it.
     """
     rows = list(range(len(rollouts.text)))
 

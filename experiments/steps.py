@@ -202,15 +202,16 @@ def arms_of_tiny(cores: int, trl: bool) -> dict[str, Arm]:
     arms = arms_beside_trl(
         COUNTED_OF_TINY, {"model": "tiny", "learning_rate": 1e-9}, trl
     )
-    if cores > 1 and not torch.cuda.is_available():
-        run = partial(run_train, COUNTED_OF_TINY)
-        settings = {"learning_rate": 1e-9} | dtypes("float32")
+    if torch.cuda.is_available():
+        return arms
+    run = partial(run_train, COUNTED_OF_TINY)
+    settings = {"learning_rate": 1e-9} | dtypes("float32")
+    arms[RETURNED] = partial(run, settings, script="experiments/returned_memory.py")
+    if cores > 1:
         half = settings | {"prompts_per_step": 16}
         arms[TWO_RANKS] = partial(run, settings, ranks=2, cores=2)
         arms[ONE_CORE] = partial(run, settings, cores=1)
         arms[HALF_THE_BATCH] = partial(run, half, cores=1)
-        script = "experiments/returned_memory.py"
-        arms[RETURNED] = partial(run, settings, script=script)
     return arms
 
 
