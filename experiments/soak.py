@@ -1,6 +1,6 @@
 """The soak: a long run that is killed again and again, beside the same run left alone.
 
-    python experiments/soak.py                                # 75 minutes on two cores
+    python experiments/soak.py                                # 95 minutes on two cores
     python experiments/soak.py --steps 30 --kills 3 --save_every 5 --out runs/soak-try
 
 Both runs are the embedded default with more steps, and with evaluations, checkpoints

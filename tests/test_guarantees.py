@@ -67,8 +67,8 @@ def test_the_soak_found_what_is_said_of_it() -> None:
     assert all(abs(mean - settled) < 5 for mean in by_100_steps[7:-1])
     whole, half = found["resident_slope"], found["resident_slope_of_second_half"]
     change, low, high = (half[name] for name in ("mb_per_1000_steps", "low", "high"))
-    assert f"{change:.0f} MB per 1,000 steps" in GUARANTEES
-    assert f"(95% interval {low:.0f} to {high:+.0f})" in GUARANTEES
+    assert f"{change:.1f} MB per 1,000 steps" in GUARANTEES
+    assert f"(95% interval {low:.1f} to {high:.1f})" in GUARANTEES
     change, low, high = (whole[name] for name in ("mb_per_1000_steps", "low", "high"))
     assert f"that is {change:+.0f} ({low:.0f} to {high:.0f})" in GUARANTEES
 
