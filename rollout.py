@@ -130,8 +130,8 @@ def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
 class IncompleteLayers(logging.Handler):
     """Collects the layers that vLLM reports as incomplete after a reload.
 
-    vLLM only logs it, and calls the reload done. A layer that got nothing keeps its old
-    weights; what a layer lacks of a part of its weights is whatever was in memory.
+    vLLM only logs it, and calls the reload done. What a layer lacks is then whatever
+    was in memory: its old weights where it got nothing and the engine has not slept.
     """
 
     def __init__(self) -> None:

@@ -436,7 +436,10 @@ def accumulate_gradient(
                 **keywords,
             )
         except FloatingPointError as error:
-            raise OneRankFailed(f"step {step}: {error}") from error
+            raise OneRankFailed(
+                f"step {step}: {error}; responses are counted from 0 in a micro-batch, "
+                f"and the first of this one is {micro_batch.text[0]!r}"
+            ) from error
         # The losses of the ranks add up to (12), but FSDP averages their gradients.
         (loss * dist.get_world_size()).backward()
         for name, value in stats.items():
@@ -487,17 +490,21 @@ def compute_logp_prox(policy: Policy, rollouts: Rollouts, cfg: Config) -> torch.
             logp, _ = policy(rollouts.select(rows_of_one, device))
         # For no rows there is a response of padding, which has no place here.
         logp_prox[rows_of_one, : logp.shape[1]] = logp[: len(rows_of_one)].cpu()
+    # A pass without gradient leaves the root gathered, with weights that an optimizer
+    # step would make old.
+    policy.reshard()
     return logp_prox
 
 
 def furthest_response(policy: Policy, rollouts: Rollouts, cfg: Config) -> str:
-    """The text of this rank's response with the largest |log rho|. A collective."""
+    """The text of the response with the largest |log rho| of all. A collective."""
     log_ratio = compute_logp_prox(policy, rollouts, cfg) - rollouts.logp_behavior
-    # A pass without gradient leaves the root gathered, with weights that the optimizer
-    # is about to make old.
-    policy.reshard()
-    furthest = (log_ratio.abs() * rollouts.mask).amax(dim=1).argmax()
-    return rollouts.text[int(furthest)]
+    distance = (log_ratio.abs() * rollouts.mask).amax(dim=1)  # [N]
+    mine = int(distance.argmax())
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (float(distance[mine]), rollouts.text[mine]))
+    _, text = max(of_ranks)
+    return text
 
 
 def update(
@@ -697,8 +704,6 @@ class Run:
             )
         self.saved = self.done  # the step of the newest checkpoint
         self.first_step = self.done + 1
-        # Batches from here on are sampled by this process.
-        self.first_sampled = self.first_step + len(self.queue)
         self.signals = catch_signals()
 
     def fill_queue(self, step: int, log: Log) -> None:
@@ -712,23 +717,16 @@ class Run:
             with log.phase("rollout"):
                 prompts = self.data.train.prompts
                 rollouts = sample_step(self.engine, self.cfg, sampled_for, prompts)
+            self.check_version(rollouts, sampled_for)
             with log.phase("reward"):
                 add_reward(rollouts, self.cfg, sampled_for, self.data.train.problems)
             self.queue.append(rollouts)
 
-    def next_rollouts(self, step: int) -> Rollouts:
-        """This step's batch. Raises Refused if it is not of the weights that it should.
-
-        It stays in the queue until it has been learned from, so that a checkpoint of
-        the step before has it.
-        """
-        rollouts = self.queue[0]
-        expected = weights_that_sample(self.cfg, step)
-        if step >= self.first_sampled:
-            # A run that goes on has no older weights than those it began with.
-            expected = max(expected, self.first_step - 1)
+    def check_version(self, rollouts: Rollouts, step: int) -> None:
+        """Raises Refused if a step's batch is not of the weights that it should be."""
+        # A run that goes on has no older weights than those it began with.
+        expected = max(weights_that_sample(self.cfg, step), self.first_step - 1)
         if rollouts.weight_version != str(expected):
-            self.saved = self.done  # A checkpoint would only bring this batch back.
             raise Refused(
                 f"step {step}: its batch was sampled by weights "
                 f"{rollouts.weight_version}, not by weights {expected}: was a sync "
@@ -788,14 +786,19 @@ def learn(run: Run, objective: Objective, log: Log) -> None:
     run.sync()
     probe = SyncProbe(run.engine, run.policy, run.data.train.prompts)
     if not cfg.resume:
-        log.begin(run.evaluate())
+        log.evaluation(0, run.evaluate())
+    elif run.done == cfg.steps:
+        # An error kept it from its last line, after the last update.
+        save_model(run.policy, run.data.tokenizer, run.out / "model")
+        log.evaluation(run.done, run.evaluate())
     for step in range(run.first_step, cfg.steps + 1):
         # 1 rollout, 2 reward
         run.fill_queue(step, log)
         run.engine.sleep()
 
-        # 3 update
-        rollouts = run.next_rollouts(step)
+        # 3 update. The batch stays in the queue until it has been learned from, so that
+        # a checkpoint of the step before has it.
+        rollouts = run.queue[0]
         with log.phase("update"):
             history = update(
                 run.policy,

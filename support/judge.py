@@ -50,6 +50,9 @@ MEMORY = 512 * 2**20
 MAX_WORKERS = 8  # of a rank, and never more than its cores: each may use MEMORY
 ATTEMPTS = 3  # how often a process that something else killed is started
 
+# Before there is an engine: on a CPU vLLM overwrites it.
+RANKS_OF_NODE = os.environ.get("LOCAL_WORLD_SIZE", "1")
+
 # The exit codes of a child. Python's own are 0, 1 and 2.
 EQUAL = 10
 UNEQUAL = 11
@@ -96,7 +99,10 @@ def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
     Raises RuntimeError, in one sentence, if the judge cannot work on this machine.
     """
     command = [sys.executable, "-m", "support.judge", str(os.getpid())]
-    environment = dict(os.environ, PYTHONHASHSEED="0")
+    environment = os.environ | {
+        "PYTHONHASHSEED": "0",
+        "LOCAL_WORLD_SIZE": RANKS_OF_NODE,
+    }
     for _ in range(ATTEMPTS):
         # In a session of its own, so that Ctrl-C reaches the trainer alone, which then
         # finishes its step. A judge whose trainer has gone ends.
@@ -182,8 +188,7 @@ def judge(pairs: list[list[str]], trainer: int) -> list[bool]:
 
     Ends this process if they cannot be found, or if the trainer has gone.
     """
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores_of_rank = len(os.sched_getaffinity(0)) // ranks_of_node
+    cores_of_rank = len(os.sched_getaffinity(0)) // int(RANKS_OF_NODE)
     workers = max(1, min(MAX_WORKERS, cores_of_rank))
     address_space = memory_limit()
     verdicts = [False] * len(pairs)

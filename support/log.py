@@ -88,14 +88,17 @@ class Log:
         yield
         self.seconds[name] += time.perf_counter() - start
 
-    def begin(self, accuracy: dict[str, float]) -> None:
-        """The line of step 0: the policy before training."""
+    def evaluation(self, step: int, accuracy: dict[str, float]) -> None:
+        """A line that has an evaluation alone: of step 0, the policy before training.
+
+        Also of the last step, if an error came between its update and its line.
+        """
         if dist.get_rank() > 0:
             return
-        row = {"step": 0, **accuracy}
+        row = {"step": step, **accuracy}
         self.append("metrics.jsonl", row)
         self.report(row)
-        print(f"step    0{accuracy_text(accuracy)}", flush=True)
+        print(f"step {step:4d}{accuracy_text(accuracy)}", flush=True)
 
     def step(
         self,
@@ -194,7 +197,8 @@ class Log:
         for name, title in zip(ACCURACIES, ("sampled", "greedy"), strict=True):
             print(f"held-out pass@1, {title:7}{before[name]:8.3f}{after[name]:8.3f}")
         for phase in PHASES:
-            seconds = sum(row[f"{phase}_seconds"] for row in steps)
+            # A line of an evaluation alone has none.
+            seconds = sum(row.get(f"{phase}_seconds", 0.0) for row in steps)
             print(f"seconds in {phase:13}{'':8}{seconds:8.1f}")
         draw_curves(rows, self.out / "curves.png")
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")

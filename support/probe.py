@@ -6,7 +6,7 @@ step compares them. So a few fixed texts go through engine and trainer now and t
 their distance is held against what it was at the start: rounding, and fp8 if it is on.
 
 It is the last of four checks of a sync. rollout.Engine.load_weights refuses a layer
-that got nothing, or less than at first. train.Run.next_rollouts refuses a batch with
+that got nothing, or less than at first. train.Run.check_version refuses a batch with
 another label than expected. support.checks.check_on_policy refuses a first batch whose
 ratios are not near 1, in a run without any mismatch.
 """
@@ -24,8 +24,8 @@ RESPONSE_TOKENS = 32
 # How far the distance may rise: to FACTOR times that at the start, and to half of how
 # far the policy has moved since then, NATS at most. Rounding grows and falls while a
 # policy is trained, tenfold at most in runs that were seen. An engine that got nothing
-# stays behind by all that the policy moves, and a layer with a part of its weights
-# missing is off by nats.
+# stays behind by all that the policy moves (on CUDA, where it has slept, it has nothing
+# of use), and a layer with a part of its weights missing is off by nats.
 FACTOR = 5
 NATS = 0.1
 # How far they may be apart before the first step. No other check would see weights that
@@ -50,11 +50,16 @@ class SyncProbe:
             seeds=list(range(len(prompts))),
             max_tokens=min(RESPONSE_TOKENS, room),
         )
+        # Ranks that share an engine have to score the same texts, and rounding may have
+        # made another token of one of theirs.
+        shared = [self.texts]
+        dist.broadcast_object_list(shared)
+        self.texts = shared[0]
         self.logp_at_start = self.score(policy)
         self.at_start = self.mean_difference(
             self.logp_at_start, engine.log_probabilities(self.texts)
         )
-        if not self.at_start <= NATS_AT_START:
+        if self.at_start > NATS_AT_START:
             raise Refused(
                 "before the first step, engine and trainer differ by "
                 f"{self.at_start:.3f} nats a token on fixed texts: did the engine get "
@@ -76,6 +81,8 @@ class SyncProbe:
         That of the rank where it is largest. A collective.
         """
         difference = (logp - other).abs()[self.texts.mask].mean()
+        # A maximum over ranks could pass over the NaN of one of them.
+        difference = difference.nan_to_num(nan=torch.inf)
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         return float(difference)
 
@@ -84,8 +91,7 @@ class SyncProbe:
         logp = self.score(policy)
         moved = self.mean_difference(logp, self.logp_at_start)
         distance = self.mean_difference(logp, engine.log_probabilities(self.texts))
-        # Not "distance > limit": NaN is no good distance either.
-        if not distance <= FACTOR * self.at_start + min(NATS, moved / 2):
+        if distance > FACTOR * self.at_start + min(NATS, moved / 2):
             raise Refused(
                 f"step {step}: after the sync, engine and trainer differ by "
                 f"{distance:.3f} nats a token on fixed texts, where it was "

@@ -1,5 +1,5 @@
-"""docs/audit.md: every file, function, test and flag that it names exists, and its
-arithmetic is right."""
+"""docs/audit.md: the files, tests and functions that it names exist, and the flags of
+its commands; its counts and its arithmetic are right."""
 
 import ast
 import math
@@ -11,7 +11,9 @@ import pytest
 import torch
 from conftest import ROOT
 from test_readme import commands_in, names_in
+from wrong_loops import MISTAKES
 
+from experiments.ablations import clamped_k3_loss
 from loss import KL_ESTIMATORS, effective_sample_size
 from support.flags import parse_flags
 from train import Config
@@ -86,6 +88,18 @@ def test_the_ablations_and_recipes_that_the_audit_names_are_there() -> None:
         assert Path(ROOT / path).exists(), path
 
 
+def test_the_audit_counts_the_wrong_versions_of_the_loop() -> None:
+    text = AUDIT.replace("\n", " ")
+    count, files = re.search(
+        r"(\d+) versions of (.+?) and the checkpoint", text
+    ).groups()
+    assert int(count) == len(MISTAKES)
+    modules = {mistake.function.__module__ for mistake in MISTAKES.values()}
+    changed = {f"{module.replace('.', '/')}.py" for module in modules}
+    named = set(re.findall(r"`([\w/]+\.py)`", files))
+    assert changed == named | {"support/checkpoints.py"}
+
+
 # The arithmetic of the deviations
 
 
@@ -100,9 +114,23 @@ def weight_of_k3(log_ratio: float) -> float:
     return float(x.grad)
 
 
+def weight_of_clamped_k3(log_ratio: float) -> float:
+    """The same for the authors' estimate: the gradient of (12) at A = 0 and e_B = 0."""
+    logp = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
+    nothing = torch.zeros(1, dtype=torch.float64)
+    one_token = torch.ones(1, 1, dtype=torch.bool)
+    loss, _ = clamped_k3_loss(
+        logp, torch.zeros_like(logp), nothing, one_token, ess=nothing[0], token_count=1
+    )
+    loss.backward()
+    return float(logp.grad)
+
+
 def test_deviation_4_has_the_weights_of_k3() -> None:
     assert round(weight_of_k3(math.log(1e-4))) == -9999
-    assert round(weight_of_k3(-9.9)) == -19929
+    # The clamp begins at 10 nats.
+    assert round(weight_of_k3(-9.9)) == round(weight_of_clamped_k3(-9.9)) == -19929
+    assert weight_of_clamped_k3(-10.1) == 1
     # rho log rho is least at rho = 1/e.
     assert min(r / 1000 * math.log(r / 1000) for r in range(1, 1000)) >= -1 / math.e
 

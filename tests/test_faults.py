@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import read_metrics
+from safetensors.torch import load_file
 from test_resume import metrics, names, trainer_state
 
 import train
@@ -30,7 +31,7 @@ from support.checkpoints import (
 )
 from support.checks import claim_folder
 from support.flags import OneRankFailed, Refused
-from support.log import Log
+from support.log import ACCURACIES, Log
 
 SHORT = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
 # A checkpoint of tiny: 0.64M weights and twice as many moments, of 4 bytes, are 7.7 MB.
@@ -238,6 +239,36 @@ def test_an_engine_that_raises_stops_the_run_and_the_steps_done_are_saved(
     assert names(out) == ["step-000002"]
     train_here(*SHORT, "--steps=4", "--resume", out_dir=out)
     assert metrics(out) == metrics(left_alone)
+
+
+def test_an_error_after_the_last_update_costs_only_that_step_s_line(
+    train_here, left_alone, monkeypatch, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    evaluate = train.Run.evaluate
+
+    def breaks_at_the_end(run):
+        if run.done == 4:
+            raise RuntimeError("EngineCore encountered an issue")
+        return evaluate(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "evaluate", breaks_at_the_end)
+        with pytest.raises(RuntimeError, match="EngineCore encountered an issue"):
+            train_here(*SHORT, "--steps=4", out_dir=out)
+    assert names(out) == ["step-000004"]
+    assert [row["step"] for row in metrics(out)] == [0, 1, 2, 3]
+    train_here(*SHORT, "--steps=4", "--resume", out_dir=out)
+    # Nothing is left to train; the model and its accuracies are there.
+    *rows, last = metrics(left_alone)
+    accuracies = {name: last[name] for name in ("step", *ACCURACIES)}
+    assert metrics(out) == [*rows, accuracies]
+    weights, expected = (
+        load_file(folder / "model/model.safetensors") for folder in (out, left_alone)
+    )
+    for name, weight in expected.items():
+        assert torch.equal(weights[name], weight), name
+    assert "held-out pass@1, greedy" in capsys.readouterr().out
 
 
 # Batches that teach nothing

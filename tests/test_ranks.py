@@ -209,6 +209,29 @@ def test_a_lagged_run_that_gets_more_steps_goes_on_without_the_batches_it_left_o
     assert [row["weight_version"] for row in rows[1:]] == ["0", "0", "2", "2"]
 
 
+def test_batches_of_newer_weights_are_taken_by_the_next_run_that_goes_on(
+    sampled_for, train_here, monkeypatch, tmp_path
+):
+    flags = [*SHORT, "--lag=2"]
+    out = tmp_path / "run"
+    train_here(*flags, "--steps=2", "--save_every=2", out_dir=out)
+
+    def agreed_signal(signals: list[int]) -> int:
+        """A wish to stop once it has sampled for step 6, which it does in step 4."""
+        return signal.SIGTERM if 6 in sampled_for else 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "agreed_signal", agreed_signal)
+        with pytest.raises(Refused, match="stopped by signal 15 after step 4"):
+            train_here(*flags, "--steps=8", "--resume", out_dir=out)
+    rows = train_here(*flags, "--steps=8", "--resume", out_dir=out)
+    assert sampled_for == [1, 2, 3, 4, 5, 6, 7, 8]
+    # Weights 2 sampled for the steps 3 to 5, as there were no older ones by then. The
+    # last run found those for the steps 5 and 6 in the checkpoint of step 4.
+    expected = ["0", "0", "2", "2", "2", "3", "4", "5"]
+    assert [row["weight_version"] for row in rows[1:]] == expected
+
+
 # A start that fails
 
 

@@ -537,6 +537,23 @@ def test_a_judge_that_cannot_start_is_an_error(tmp_path, monkeypatch):
         score([r"\boxed{5.0}"], ["5"])
 
 
+def test_the_judge_knows_the_ranks_of_its_node_after_vllm_has_overwritten_them(
+    monkeypatch,
+):
+    given = []
+    run = subprocess.run
+
+    def recorded(*arguments, **keywords):
+        given.append(keywords["env"]["LOCAL_WORLD_SIZE"])
+        return run(*arguments, **keywords)
+
+    monkeypatch.setattr(judge, "RANKS_OF_NODE", "8")  # when it was imported
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as an engine of one rank leaves it
+    monkeypatch.setattr(subprocess, "run", recorded)
+    assert score([r"\boxed{5.0}"], ["5"]) == [1.0]
+    assert given == ["8"]
+
+
 def test_a_judge_without_memory_is_an_error():
     code = r"import reward; print(reward.score([r'\boxed{5.0}'], ['5']))"
     done = subprocess.run(

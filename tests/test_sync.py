@@ -198,7 +198,7 @@ def test_off_policy_the_probe_ends_a_run_whose_sync_breaks_and_the_run_is_saved(
     assert [path.name for path in checkpoints(out)] == ["step-000005"]
 
 
-def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_weights(
+def test_a_sync_left_out_is_detected_as_soon_as_the_old_weights_have_sampled(
     train_here, monkeypatch, tmp_path
 ):
     load_weights = Engine.load_weights
@@ -207,10 +207,13 @@ def test_a_sync_left_out_is_detected_in_the_step_that_would_have_used_the_old_we
         if version != "2":
             load_weights(engine, weights, version)
 
-    monkeypatch.setattr(Engine, "load_weights", forgetful)
-    sentence = "step 3: its batch was sampled by weights 1, not by weights 2"
+    flags = ["--steps=4", "--prompts_per_step=4"]
     out = tmp_path / "run"
-    with pytest.raises(Refused, match=sentence):
-        train_here("--steps=4", "--prompts_per_step=4", f"--out_dir={out}")
-    # A checkpoint would have that batch, and each run resumed from it would end there.
-    assert checkpoints(out) == []
+    sentence = "step 3: its batch was sampled by weights 1, not by weights 2"
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "load_weights", forgetful)
+        with pytest.raises(Refused, match=sentence):
+            train_here(*flags, out_dir=out)
+    # The checkpoint is without that batch, so a run can go on from there.
+    assert [path.name for path in checkpoints(out)] == ["step-000002"]
+    assert train_here(*flags, "--resume", out_dir=out)[-1]["step"] == 4

@@ -632,8 +632,10 @@ def test_a_kl_that_is_infinite_stops_the_run_with_its_step(four_responses, group
     four_responses.top_logp_behavior[2, 0, -1] = -torch.inf
     policy = build_policy("tiny", group)
     given = policy, four_responses, [0, 1, 2, 3], OBJECTIVES["p3o"]
-    with pytest.raises(OneRankFailed, match="step 7: the loss is not finite"):
+    with pytest.raises(OneRankFailed) as error:
         accumulate_gradient(*given, Config(), step=7)
+    assert str(error.value).startswith("step 7: the loss is not finite in response ")
+    assert repr(four_responses.text[0]) in str(error.value)
     # Over the support it is finite.
     stats = accumulate_gradient(*given, Config(top_p=0.9), step=7)
     assert math.isfinite(stats["kl"])

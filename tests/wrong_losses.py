@@ -317,7 +317,10 @@ class KlWeighsEss(P3O):
 
 
 class ClampedEstimate(P3O):
-    """As in the authors' code: beyond 10 nats nothing pulls a token back."""
+    """Beyond 10 nats nothing pulls a token back.
+
+    The authors' code clamps the exponent of 1/rho alone: there it is pushed away.
+    """
 
     def estimated_kl(self, log_ratio: Tensor, kl_estimator: str) -> Tensor:
         return super().estimated_kl(log_ratio.clamp(-10, 10), kl_estimator)
