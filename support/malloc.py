@@ -8,15 +8,21 @@ import ctypes
 
 # Parameters of mallopt, as in glibc's malloc.h.
 TRIM_THRESHOLD = -1
-MMAP_MAX = -4
+MMAP_THRESHOLD = -3
+
+# Blocks below this are kept. glibc allows no more, and more would be no gain: a freed
+# block is rarely found good for another one of its size, so malloc ends up with several
+# of each. With all blocks kept, the head of a vocabulary of 151,936 tokens took 11.2 GB
+# instead of 3.3.
+LARGEST_KEPT = 32 * 2**20  # bytes
 
 
 def keep_freed_memory() -> None:
     """Let malloc keep what this process frees, for what it allocates next.
 
-    By default it returns large blocks to the system, and what an update allocates in
-    their place costs page faults.
+    By default it returns the end of its heap to the system, and what an update
+    allocates in its place costs page faults.
     """
     libc = ctypes.CDLL(None)
-    libc.mallopt(MMAP_MAX, 0)  # No block is one of its own, returned when it is freed.
-    libc.mallopt(TRIM_THRESHOLD, -1)  # Nor is the end of the heap.
+    libc.mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
+    libc.mallopt(TRIM_THRESHOLD, -1)  # Nothing is returned from the end of the heap.
