@@ -3,8 +3,9 @@
     torchrun --nproc-per-node N tests/gradient_on_ranks.py FOLDER
 
 FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its groups of it, as
-the trainer deals them. Rank 0 writes gradients-N.pt, and gathered-N.pt, the weights as
-an engine gets them in bfloat16. All ranks write saved-N/, the model as the trainer
+the trainer deals them. Rank 0 writes gradients-N.pt; furthest-N.pt, the response that
+every rank calls furthest from the policy; and gathered-N.pt, the weights as an engine
+gets them in bfloat16. All ranks write saved-N/, the model as the trainer
 saves it. test_train.py compares them with plain autograd on the whole batch.
 """
 
@@ -16,11 +17,11 @@ import torch.distributed as dist
 
 from loss import OBJECTIVES, Objective
 from policy import Policy, build_policy, full_weights
-from rollout import init_distributed
+from rollout import Rollouts, init_distributed
 from support.checkpoints import save_model
 from support.flags import find_objective
 from support.prompts import check_model
-from train import Config, accumulate_gradient
+from train import Config, accumulate_gradient, furthest_response
 
 GROUP_SIZE = 4
 WHOLE = 10**6  # tokens: the batch is one micro-batch
@@ -48,6 +49,14 @@ def objective_of(name: str) -> Objective:
     return find_objective(OBJECTIVES, name, {})
 
 
+def rollouts_of_rank(folder: Path) -> Rollouts:
+    """This rank's groups of FOLDER's batch, as train.sample_step deals them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rollouts = torch.load(folder / "rollouts.pt", weights_only=False)
+    rows = range(len(rollouts.text))
+    return rollouts.select([row for row in rows if row // GROUP_SIZE % world == rank])
+
+
 def gradient_of(
     policy: Policy,
     folder: Path,
@@ -56,18 +65,12 @@ def gradient_of(
     sharing: int = 1,
 ) -> tuple[Gradient, dict[str, float]]:
     """The gradient of FOLDER's batch, gathered whole, and statistics. A collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     policy.sharing = sharing
-    rollouts = torch.load(folder / "rollouts.pt", weights_only=False)
-    mine = [
-        row
-        for row in range(len(rollouts.text))
-        if row // GROUP_SIZE % world == rank  # as train.sample_step does
-    ]
+    rollouts = rollouts_of_rank(folder)
     stats = accumulate_gradient(
         policy,
-        rollouts.select(mine),
-        list(range(len(mine))),
+        rollouts,
+        list(range(len(rollouts.text))),
         objective_of(name),
         Config(micro_batch_tokens=micro_batch_tokens),
         step=1,
@@ -84,6 +87,10 @@ def main(folder: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     policy = build_policy(str(folder / "model"), mesh)
     results = {case: gradient_of(policy, folder, *case) for case in CASES}
+    furthest: list = [None] * world
+    dist.all_gather_object(
+        furthest, furthest_response(policy, rollouts_of_rank(folder), Config())
+    )
 
     half = build_policy(str(folder / "model"), mesh, dtype="bfloat16")
     # Before any forward pass, and then after one, which leaves the root gathered.
@@ -95,6 +102,7 @@ def main(folder: Path) -> None:
 
     if rank == 0:
         torch.save(results, folder / f"gradients-{world}.pt")
+        torch.save(furthest, folder / f"furthest-{world}.pt")
         torch.save(gathered, folder / f"gathered-{world}.pt")
     tokenizer, _ = check_model("tiny")
     save_model(policy, tokenizer, folder / f"saved-{world}")

@@ -238,6 +238,13 @@ def test_without_top_logprobs_the_kl_is_estimated_from_the_sampled_tokens(
     assert stats["loss"] == pytest.approx((1 - stats["ess"]) * expected, rel=1e-4)
 
 
+def test_the_response_that_is_furthest_off_is_that_of_all_ranks(
+    by_ranks, stale_batch, policy_here
+):
+    on_one = furthest_response(policy_here, stale_batch.rollouts, Config())
+    assert torch.load(stale_batch.folder / "furthest-2.pt") == [on_one, on_one]
+
+
 def test_two_ranks_save_the_whole_model(by_ranks, stale_batch):
     folder = stale_batch.folder
     expected = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
