@@ -10,10 +10,10 @@ import ctypes
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 
-# Blocks below this are kept. glibc allows no more, and more would be no gain: a freed
+# Blocks below this are kept. glibc allows no more, and more would cost memory: a freed
 # block is rarely found good for another one of its size, so malloc ends up with several
 # of each. With all blocks kept, the head of a vocabulary of 151,936 tokens took 11.2 GB
-# instead of 3.3.
+# for 4,096 tokens, instead of 3.3.
 LARGEST_KEPT = 32 * 2**20  # bytes
 
 

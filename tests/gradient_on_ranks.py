@@ -18,7 +18,7 @@ import torch.distributed as dist
 from loss import OBJECTIVES, Objective
 from policy import Policy, build_policy, full_weights
 from rollout import Rollouts, init_distributed
-from support.checkpoints import save_model
+from support.checkpoints import save_model, share_of_rank
 from support.flags import find_objective
 from support.prompts import check_model
 from train import Config, accumulate_gradient, furthest_response
@@ -51,10 +51,9 @@ def objective_of(name: str) -> Objective:
 
 def rollouts_of_rank(folder: Path) -> Rollouts:
     """This rank's groups of FOLDER's batch, as train.sample_step deals them."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     rollouts = torch.load(folder / "rollouts.pt", weights_only=False)
-    rows = range(len(rollouts.text))
-    return rollouts.select([row for row in rows if row // GROUP_SIZE % world == rank])
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return share_of_rank(rollouts, GROUP_SIZE, rank, world)
 
 
 def gradient_of(
