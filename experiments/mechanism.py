@@ -2,9 +2,9 @@
 
     python experiments/mechanism.py    # experiments/results/mechanism.{json,png}
 
-The batches are the laboratory's own (experiments/mismatch.py):
-    stale    "lag 16" at RATE_OF_STALE, step 17: tiny/ sampled it, and the policy that
-             scores it has had 16 updates of P3O
+The batches are sampled as in the laboratory (experiments/mismatch.py):
+    stale    "lag 16", step 17: tiny/ sampled it, and the policy that scores it has had
+             16 updates of P3O, at RATE_OF_STALE instead of the laboratory's rate
     hot      "T = 1.4", step 1: tiny/ samples at 1.4 and scores at 1
     fp8      "fp8", step 1: vLLM samples tiny/ rounded to fp8, tiny/ scores
 

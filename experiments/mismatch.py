@@ -56,8 +56,8 @@ MISMATCHES = {
     "lag 16": ["--lag=16"],
     "4 updates": ["--passes=2", "--minibatches=2"],
     "16 updates": ["--passes=4", "--minibatches=4"],
-    # As small and as many batches B as in "4 updates", each used once. The last three
-    # of a step are one to three updates old.
+    # As many batches B as in "4 updates", as small as in "16 updates", each used once.
+    # The last three of a step are one to three updates old.
     "4 minibatches": ["--minibatches=4"],
     # Fresh, stale, hot and fp8 rollouts in turn, by a script of its own.
     "changing": [],

@@ -10,8 +10,12 @@ of varied age, temperature and precision, this measures how good each c would ha
     g(c)      the gradient of P3O (12) on the batch, with c in place of e_B
     g*        the on-policy gradient, of FRESH fresh responses of that policy
     cosine    cos(g(c), g*): is it the right direction?
-    gain      <g(c), g*> / |g*|^2: the expected reward that a small step gains, to
-              first order, as a share of what an equal step along g* gains
+    gain      <g(c), g*> / |g*|^2: what a small step gains, to first order, as a share
+              of what g* gains at the same learning rate
+
+What is gained is that objective whose gradient g* is: the expected advantage, which is
+the reward divided by its group's standard deviation. The cosine is the same share for
+steps of equal length.
 
 It reports the score of the batch's own e_B, less that of the best single c for all
 batches, and less that of the e_B of another batch of the same policy, and the rank
@@ -168,7 +172,9 @@ def measure(laboratory: Laboratory, step: int) -> dict:
     """All batches of one policy: e_B, and both scores at all levels and all e_Bs."""
     weights = laboratory.weights[step]
     laboratory.policy.model.load_state_dict(dict(weights))
-    first = step * 10_000  # other prompts and other noise for each policy
+    # Other noise for each policy and batch. The task has 4,096 prompts, so the first
+    # batches have some of the prompts of g* again.
+    first = step * 10_000
     fresh = laboratory.fresh_gradient(weights, first)
     batches: list[Rollouts] = []
     ess = []
