@@ -3,35 +3,49 @@
 # make test-all    all tests, those of minutes included
 # make reproduce   a reduced grid of the paper's experiments, with its figures: 25 minutes
 # make bench       the benchmark of the embedded policy, into runs/bench.md
-# make gpu-check   mismatch, memory and speed on this machine's GPU; nothing on a CPU
+# make gpu-check   mismatch, memory, speed and a run on this machine's GPU; nothing on a CPU
 # make lint        ruff
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
-BIN := .venv/bin
+VENV := .venv
+BIN := $(VENV)/bin
 
 .PHONY: train test test-all reproduce bench gpu-check lint
-train: .venv/installed
+train: $(VENV)/installed
 	$(BIN)/torchrun --standalone train.py
 
+ifeq ($(REQUIREMENTS),requirements.txt)
+# The tests are of the CPU, in an environment of their own: they have many engines in a
+# process, and CUDA allows one that sleeps.
+test test-all:
+	$(MAKE) $@ REQUIREMENTS=requirements-cpu.txt VENV=.venv-cpu
+else
 # In two processes, as most tests keep one core busy. The slow ones use both.
-test: .venv/installed
+test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m "not slow" --numprocesses 2 --dist loadfile
 
 test-all: test
 	$(BIN)/python -m pytest -q -m slow
+endif
 
-reproduce: .venv/installed
+reproduce: $(VENV)/installed
 	$(BIN)/python experiments/mismatch.py --grid reduced --folder runs/reproduce
 	$(BIN)/python experiments/plot.py runs/reproduce
 
-bench: .venv/installed
+bench: $(VENV)/installed
 	$(BIN)/python experiments/bench.py
 
-gpu-check: .venv/installed
+# Then a run of train.py that evaluates by a second engine, saves, and goes on.
+gpu-check: $(VENV)/installed
 	$(BIN)/torchrun --standalone experiments/gpu_check.py --out runs/gpu-check.json
+	rm -rf runs/gpu-check
+	$(BIN)/torchrun --standalone train.py --rollout_quantization fp8_per_channel \
+	    --steps 2 --save_every 1 --out_dir runs/gpu-check
+	$(BIN)/torchrun --standalone train.py --rollout_quantization fp8_per_channel \
+	    --steps 3 --save_every 1 --out_dir runs/gpu-check --resume
 
-lint: .venv/installed
+lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
@@ -43,11 +57,11 @@ SUPPORTED := import platform, sys; sys.exit( \
 
 # The CPU build of torch is not in every registry under its name: uv knows where its makers
 # keep it.
-.venv/installed: $(REQUIREMENTS)
+$(VENV)/installed: $(REQUIREMENTS)
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo "p3o: this needs Linux on x86-64 and Python \
 	3.11 to 3.13, for which vLLM has wheels; PYTHON=python3.12 make ... picks another \
 	Python"; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(BIN)/pip install -q torch==2.13.0+cpu || { $(BIN)/pip install -q uv && \
 	    $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==2.13.0; }

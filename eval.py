@@ -78,7 +78,7 @@ class EvalConfig(Flags):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
 
-    # What decides how fast it is and where it writes, and not what it finds
+    # What decides how fast it is and where it writes; what it finds, by rounding alone
     out_dir: str = ""
     """where it writes; by default a name made from all settings"""
     chunk_responses: PositiveCount = 2048
@@ -111,9 +111,9 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
     Intervals are the 2.5% and 97.5% quantiles of a bootstrap that resamples the
     problems of each task, each with its n samples. As only the number c of right
     samples counts, a resample is a multinomial draw of how many problems have c = 0, 1,
-    ..., n. Where all problems of all tasks have the same pass@k, 0 or 1, every resample
-    is the same; the interval is then the exact binomial one, of that many problems all
-    wrong or all right.
+    ..., n. Where all problems have the same pass@k, 0 or 1, every resample is the same;
+    the interval is then the exact binomial one, of that many problems all wrong or all
+    right. For the mean over tasks that are the problems of the smallest task.
     """
     pass_table = np.array(
         [[pass_at_k(n, c, k) for k in range(1, n + 1)] for c in range(n + 1)]
@@ -172,9 +172,9 @@ def evaluate(
 ) -> list[int]:
     """How many of `samples` responses to each problem are right, on every rank.
 
-    The ranks share the problems, with noise that depends on the problem alone: `first`
-    is the place of problems[0] in its task. `sampling` are vLLM's SamplingParams. A
-    collective.
+    The ranks share the problems, with noise that depends on the problem's place alone:
+    `first` is that of problems[0] among all problems of the evaluation. `sampling` are
+    vLLM's SamplingParams. A collective.
     """
     seeds = noise_seeds(seed, first, len(problems), samples)
     mine = prompts_of_rank(len(problems))
@@ -223,6 +223,10 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
     check_tensor_parallel(cfg.rollout_tp)
     of_run = Path(cfg.model, "model")
     model = str(of_run) if of_run.is_dir() else cfg.model
+    if not of_run.is_dir() and Path(cfg.model, "metrics.jsonl").exists():
+        raise Refused(
+            f"{cfg.model} is a run that has left no model: finish it with --resume"
+        )
     try:
         tokenizer, context = check_model(model, cfg.rollout_tp)
         benchmarks = {}
@@ -270,8 +274,9 @@ def main() -> None:
             max_num_seqs=cfg.max_num_seqs,
             verbose=cfg.verbose,
         )
-    problems_of_rank = max(1, cfg.chunk_responses // cfg.samples)
-    chunk = world * problems_of_rank  # problems between savings
+    problems_per_rank = max(1, cfg.chunk_responses // cfg.samples)
+    chunk = world * problems_per_rank  # problems between savings
+    before = 0  # problems of the tasks before this one
     for task, split in benchmarks.items():
         for first in range(len(correct[task]), len(split.problems), chunk):
             counts = evaluate(
@@ -281,7 +286,7 @@ def main() -> None:
                 task_of(task).verifier,
                 samples=cfg.samples,
                 seed=cfg.seed,
-                first=first,
+                first=before + first,
                 temperature=cfg.temperature,
                 top_p=cfg.top_p,
                 max_tokens=cfg.max_response_tokens,
@@ -293,6 +298,7 @@ def main() -> None:
                 pass_at_1 = sum(done) / len(done) / cfg.samples
                 progress = f"{task}: {len(done)} of {len(split.problems)}"
                 print(f"{progress}, pass@1 {pass_at_1:.3f}", flush=True)
+        before += len(split.problems)
     if rank == 0:
         report = results.write_report(
             out, settings, estimate(correct, cfg.samples), correct

@@ -75,7 +75,9 @@ class Policy(torch.nn.Module):
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
         top_tokens = rollouts.top_tokens[row, t]  # [M, K]
         tokens = torch.cat([sampled_token, top_tokens], dim=1)  # [M, 1 + K]
-        head = self.model.get_output_embeddings().weight  # [V, D]
+        # In float32 once, for all chunks: so their gradients of it are also added up in
+        # float32.
+        head = self.model.get_output_embeddings().weight.float()  # [V, D]
         chunks = []
         # Without any token there is one empty chunk. FSDP needs its graph.
         for hidden_chunk, token_chunk in zip(
@@ -211,8 +213,11 @@ def chunk_log_probabilities(
     temperature: float,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """log pi_theta of these tokens, [chunk, 1 + K], at a chunk of positions."""
-    logits = hidden.float() @ head.float().T  # [chunk, V]
+    """log pi_theta of these tokens, [chunk, 1 + K], at a chunk of positions.
+
+    The head is in float32.
+    """
+    logits = hidden.float() @ head.T  # [chunk, V]
     if temperature != 1:
         logits = logits / temperature
     return logits.log_softmax(dim=-1).gather(1, tokens)
@@ -231,7 +236,8 @@ def build_policy(
 
     Master weights and gradients are float32. It computes in `dtype`; auto is bfloat16
     on CUDA and float32 on CPU. Up to `sharing` responses share their prompt's sequence,
-    if the model allows it. The caller sees to it that these have SHARED_TOKENS at most.
+    if the model allows it; train.sharing_of sees to it that these have SHARED_TOKENS at
+    most.
     """
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, trust_remote_code=False

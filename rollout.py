@@ -79,7 +79,8 @@ def init_distributed() -> dist.DeviceMesh:
 
     Its dimensions are (node, rank), or (rank,) on one node. It comes before the engine,
     which would otherwise make a group of its own, of the wrong size. On a CPU it gives
-    the rank its share of the cores, and has malloc keep what is freed.
+    the rank its share of the cores, and has malloc keep what is freed. Raises Refused
+    where torch is built for CUDA and finds no GPU.
     """
     if "RANK" not in os.environ:
         # Not under torchrun. Port 0 is any free one.
@@ -92,7 +93,16 @@ def init_distributed() -> dist.DeviceMesh:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        # Without a device_id. With one, torch splits NCCL's communicator for each group
+        # that vLLM makes, also on ranks outside of it (distributed_c10d.py,
+        # perform_nocolor_split), which has hung: pytorch issue 145376.
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    elif torch.version.cuda:
+        raise Refused(
+            f"torch is built for CUDA {torch.version.cuda} and finds no GPU that it "
+            "can use: look at nvidia-smi (is the driver older?) and at "
+            "CUDA_VISIBLE_DEVICES"
+        )
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
@@ -368,8 +378,8 @@ class Engine:
         """What the last reload left out, as vLLM logged it; "" if nothing.
 
         vLLM never fills a layer that it has padded, so the first reload tells which
-        layers those are. That a layer lacks weights from the first one on is found by
-        support.probe alone.
+        layers those are. That a layer lacks weights from the first one on is for
+        support.probe to find, and on-policy for check_on_policy at the first step.
         """
         from vllm import distributed
 

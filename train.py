@@ -63,7 +63,7 @@ from support.checkpoints import (
     save_model,
     write_whole,
 )
-from support.checks import check_on_policy, check_run, claim_folder
+from support.checks import check_on_policy, check_out_dir, check_run, claim_folder
 from support.flags import (
     Amount,
     Count,
@@ -153,7 +153,7 @@ class Config(Flags):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the trainer computes in it; auto: bfloat16 on CUDA, else float32"""
     rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """the engine computes in it"""
+    """the engine computes in it; float32 is TF32 on CUDA if the trainer has bfloat16"""
     micro_batch_tokens: PositiveCount = 16384
     """of one forward pass, padding included: it sets the memory, not the result"""
     gradient_checkpointing: bool = False
@@ -218,7 +218,7 @@ def sample_step(
     """
     problems = problems_of_step(cfg, step, len(prompts))
     seeds = noise_seeds(
-        cfg.seed + 1,  # Evaluations have seed 0.
+        cfg.seed + 1,  # Seed 0 is that of the evaluations (heldout_accuracy).
         first=(step - 1) * cfg.prompts_per_step,
         count=cfg.prompts_per_step,
         spacing=cfg.group_size,
@@ -407,8 +407,8 @@ def accumulate_gradient(
     logps = []
     with torch.set_grad_enabled(is_single):
         for micro_batch in micro_batches:
-            output = policy(micro_batch)
-            logps.append(output[0])
+            first_output = policy(micro_batch)
+            logps.append(first_output[0])
     batch = gather_batch(micro_batches, logps, step)
 
     # What the loss has to know of the whole batch: for P3O e_B and the token count.
@@ -417,9 +417,7 @@ def accumulate_gradient(
     keywords = {**hyper_parameters, **of_batch}
     sums: dict[str, float] = defaultdict(float)
     for micro_batch in micro_batches:
-        if not is_single:
-            output = policy(micro_batch)
-        # Otherwise it is that of the first pass, which has its graph.
+        output = first_output if is_single else policy(micro_batch)
         logp, top_logp = output  # [N_i, T_i] and [N_i, T_i, K]
         with torch.set_grad_enabled(objective.takes_kl):
             kl = kl_of_positions(top_logp, micro_batch, cfg)
@@ -519,8 +517,10 @@ def update(
 ) -> list[dict[str, float]]:
     """Phase 3, update: all optimizer steps on a rollout batch; statistics of each.
 
-    Raises FloatingPointError on a number that is not finite. is_first: this process has
-    not made a step before, and nothing is lost if the batch is refused.
+    Raises FloatingPointError and OneRankFailed as accumulate_gradient does, and the
+    first where the gradient is not finite; Refused if the batch should be on-policy and
+    is not (check_on_policy). is_first: this process has not made a step before, and
+    nothing is lost if the batch is refused.
     """
     if objective.takes_logp_prox:
         rollouts.logp_prox = compute_logp_prox(policy, rollouts, cfg)
@@ -651,6 +651,7 @@ def heldout_accuracy(
             heldout.problems,
             heldout.prompts,
             task_of(cfg.task).verifier,
+            seed=0,
             temperature=temperature,
             max_tokens=cfg.max_response_tokens,
         )
@@ -732,14 +733,17 @@ class Run:
                 f"{rollouts.weight_version}, not by weights {expected}: was a sync "
                 "left out?"
             )
-        return rollouts
 
     def sync(self) -> None:
         """Phase 4, sync: the policy's weights into the engine."""
         self.engine.load_weights(full_weights(self.policy), str(self.done))
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the policy, whatever samples the rollouts."""
+        """Held-out accuracy of the policy, whatever samples the rollouts.
+
+        After a sync, which wakes the first engine: vLLM's engines of a process share
+        some buffers, and those of the second one are in the memory of the first.
+        """
         if self.evaluator is not self.engine:
             weights = full_weights(self.policy)
             self.evaluator.load_weights(weights, version="evaluation")
@@ -762,7 +766,8 @@ class Run:
     def save_before_the_end(self) -> None:
         """Save the weights of the last step if they are there, and not saved yet."""
         updates = self.done * self.cfg.passes * self.cfg.minibatches
-        is_between_steps = self.schedule.last_epoch == updates
+        updates_made = self.schedule.last_epoch  # It counts the optimizer steps.
+        is_between_steps = updates_made == updates
         if self.done == self.saved or not is_between_steps:
             return
         try:
@@ -837,8 +842,8 @@ def learn(run: Run, objective: Objective, log: Log) -> None:
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(Config)
-    check_run(cfg, KL_ESTIMATORS)
     objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
+    check_run(cfg, objective, KL_ESTIMATORS)
     data = load_data(cfg)
 
     mesh = init_distributed()
@@ -851,7 +856,7 @@ def main() -> None:
     out = Path(cfg.out_dir)
     config = cfg.model_dump()
 
-    with claim_folder(out):
+    with claim_folder(out, partial(check_out_dir, cfg)):
         if dist.get_rank() == 0:
             write_whole(out / "config.json", json.dumps(config, indent=1) + "\n")
         run = Run(cfg, data, out, mesh)

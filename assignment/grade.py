@@ -347,6 +347,19 @@ def check_folder(folder: Path) -> None:
         sys.exit(f"grade.py: there is no folder {folder}")
 
 
+def check_out(out: Path | None, named: dict[str, Path | None]) -> None:
+    """Exits where a report, results.json, would replace a submission's own."""
+    if out is None:
+        return
+    folders = {folder.resolve() for folder in named.values() if folder is not None}
+    for reports in (out, *(out / name for name in named)):
+        if reports.resolve() in folders:
+            sys.exit(
+                f"grade.py: the reports in {reports} would replace a submission's "
+                "results.json: give --out another folder"
+            )
+
+
 def check_machine(trusted: bool) -> None:
     """Exits where students' code could not be kept from this machine."""
     if trusted:
@@ -379,6 +392,7 @@ def main() -> None:
     args = parser.parse_args()
     check_machine(args.trust)
     named = submissions(args)
+    check_out(args.out, named)
     seed = secrets.randbits(40) if args.seed is None else args.seed
     with start_runner(args.trust) as runner:
         if args.all or len(named) > 1:

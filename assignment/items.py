@@ -1672,15 +1672,6 @@ def intervals(draw: Draw) -> list[Question]:
 
 LONGEST_RESULTS = 1_000_000  # bytes
 FEWEST_SEEDS = 5
-MISMATCHES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "rollout_quantization",
-    "lag",
-    "passes",
-    "minibatches",
-)
 
 
 def check_results(path: Path) -> None:
@@ -1761,6 +1752,7 @@ def check_flags(flags_of_arms: list[list[str]]) -> None:
     from support.flags import Refused, parse_flags
     from train import Config
 
+    default = Config()
     mismatched = False
     for flags in flags_of_arms:
         # A recipe is a file, which the grader does not open for a student.
@@ -1770,11 +1762,20 @@ def check_flags(flags_of_arms: list[list[str]]) -> None:
             cfg = parse_flags(Config, flags)
         except (Refused, SystemExit) as error:
             raise Wrong(f"train.py refuses the flags: {error}") from error
-        for name in MISMATCHES:
-            default = Config.model_fields[name].default
-            mismatched = mismatched or getattr(cfg, name) != default
+        mismatched = mismatched or (
+            cfg.temperature != cfg.policy_temperature
+            or cfg.top_p < 1
+            or cfg.top_k > 0
+            or cfg.rollout_quantization != "none"
+            or cfg.lag > 0
+            or cfg.passes * cfg.minibatches > default.passes * default.minibatches
+        )
     if not mismatched:
-        raise Wrong(f"no arm has a mismatch: one of {', '.join(MISMATCHES)}")
+        raise Wrong(
+            "no arm has a mismatch: another temperature than policy_temperature, "
+            "top_p, top_k, rollout_quantization, a lag, or more passes x minibatches "
+            "than by default"
+        )
 
 
 def no_questions(draw: Draw) -> list[Question]:

@@ -333,8 +333,8 @@ def main() -> None:
     cfg = parse_flags(CheckConfig)
     if is_first and not CUDA:
         print("The device is a CPU: this checks nothing of CUDA.\n", flush=True)
-    check_run(cfg, KL_ESTIMATORS)
     objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
+    check_run(cfg, objective, KL_ESTIMATORS)
     data = load_data(cfg)
     if cfg.out:
         Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)

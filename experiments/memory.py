@@ -286,12 +286,13 @@ class Memory:
     def at_head(self, tokens: int) -> int:
         """The backward pass of the head.
 
-        There are the head in float32, its gradient, and that in the compute dtype; of a
-        chunk of logits the log-softmax and two gradients, in float32; and of all tokens
-        the last norm and its output, where it is wanted.
+        There are the head in float32, its gradient, and that of a chunk or, at the end,
+        in the compute dtype; of a chunk of logits the log-softmax and two gradients, in
+        float32; and of all tokens the last norm and its output, where it is wanted.
         """
         sizes = self.sizes
-        head = (4 + 4 + self.element) * sizes.head
+        last = 4 if tokens > CHUNK else self.element
+        head = (4 + 4 + last) * sizes.head
         logits = 3 * 4 * min(CHUNK, tokens) * sizes.vocabulary
         last_norm = tokens * (self.norm() + self.element) * sizes.hidden
         return head + logits + last_norm

@@ -30,8 +30,8 @@ from support.safe_load import SafePlanner, SafeReader
 
 # Fields that a resumed run may change, as they do not change what it learns. There are
 # two exceptions. Those that size the batches of a forward pass change rounding. And
-# more steps for a finished run with lag begin with rollouts of newer weights than they
-# would have had in a run without an end in between.
+# with lag a run samples nothing that it will not use: the steps that are added to it
+# begin with rollouts of newer weights than they would have had from the start.
 MAY_DIFFER = {
     "out_dir",
     "steps",
@@ -184,13 +184,13 @@ def gather_queue(queue: deque[Any], group_size: int) -> list[Any]:
 def on_rank_0(act: Callable[[], Any]) -> None:
     """Have rank 0 do something with files. A collective.
 
-    Raises OSError on all ranks where it cannot.
+    Raises on all ranks what it raised: Refused, or OSError where it cannot.
     """
-    failure: list[OSError | None] = [None]
+    failure: list[Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             act()
-        except OSError as error:
+        except (OSError, Refused) as error:
             failure = [error]
         except Exception as error:  # safetensors and torch have errors of their own
             failure = [OSError(str(error))]

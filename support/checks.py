@@ -1,6 +1,7 @@
 """What is refused before anything slow is built, and what batches are checked for."""
 
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,11 @@ from support.flags import Refused
 from support.log import check_reporter
 
 
-def check_run(cfg: Any, kl_estimators: Iterable[str]) -> None:
+def check_run(cfg: Any, objective: Any, kl_estimators: Iterable[str]) -> None:
     """Raises Refused where fields of a train.Config do not go together.
 
-    kl_estimators are the names of loss.KL_ESTIMATORS.
+    The loss.Objective is that of cfg, with its hyper-parameters; kl_estimators are the
+    names of loss.KL_ESTIMATORS.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.prompts_per_step < max(world, cfg.minibatches):
@@ -27,23 +29,48 @@ def check_run(cfg: Any, kl_estimators: Iterable[str]) -> None:
             f"ranks and each of the {cfg.minibatches} minibatches at least one"
         )
     check_tensor_parallel(cfg.rollout_tp)
+    if objective.takes_kl and "kl_estimator" in objective.hyper_parameters:
+        check_kl_estimator(cfg, objective.hyper_parameters, kl_estimators)
+    samples_fully = cfg.top_p == 1 and cfg.top_k == 0
+    if cfg.top_logprobs == 0 and not samples_fully:
+        raise Refused(
+            "with top_p or top_k the KL is over the tokens that can be sampled, which "
+            "top_logprobs=0 does not list: give --top_logprobs, as 20"
+        )
+    check_reporter(cfg.report_to)
+    check_out_dir(cfg)
+
+
+def check_kl_estimator(
+    cfg: Any, hyper_parameters: dict[str, Any], kl_estimators: Iterable[str]
+) -> None:
+    """Raises Refused where P3O's kl_estimator is unknown, or is given in vain."""
     if cfg.top_logprobs > 0 and "kl_estimator" in cfg.objective_args:
         raise Refused(
             "objective_args has kl_estimator, by which the KL is estimated from the "
             "sampled tokens alone: add --top_logprobs 0"
         )
-    estimator = cfg.objective_args.get("kl_estimator", "is")
+    estimator = hyper_parameters["kl_estimator"]
     if estimator not in kl_estimators:
         raise Refused(
             f"objective_args has kl_estimator={estimator}: give "
             f"{' or '.join(kl_estimators)}"
         )
-    check_reporter(cfg.report_to)
+
+
+def check_out_dir(cfg: Any) -> None:
+    """Raises Refused where out_dir has a file to lose, or nothing to go on from."""
+    out = Path(cfg.out_dir)
     if cfg.resume:
         check_resume(cfg.out_dir, cfg.steps, cfg.model_dump())
-    elif cfg.out_dir and holds_a_run(Path(cfg.out_dir)):
+    elif cfg.out_dir and holds_a_run(out):
         raise Refused(
             f"{cfg.out_dir} holds another run: choose another out_dir, or --resume"
+        )
+    elif cfg.out_dir and holds_no_run_s_config(out):
+        raise Refused(
+            f"{cfg.out_dir} has a config.json that no run has written, such as a "
+            "model's: choose another out_dir"
         )
 
 
@@ -52,12 +79,24 @@ def holds_a_run(out: Path) -> bool:
     return steps_done(out) > 0 or bool(checkpoints(out))
 
 
+def holds_no_run_s_config(out: Path) -> bool:
+    """Whether a config.json is there that is not of a run."""
+    path = out / "config.json"
+    if not path.exists():
+        return False
+    try:
+        return "out_dir" not in json.loads(path.read_text())
+    except ValueError:
+        return True
+
+
 @contextmanager
-def claim_folder(out: Path) -> Iterator[None]:
+def claim_folder(out: Path, check: Callable[[], None]) -> Iterator[None]:
     """Within, out_dir is this run's alone. Entering is a collective.
 
     Rank 0 holds a lock, which the system gives back when the process ends, however it
-    does. Raises Refused where another process has it.
+    does, and then makes the check: since an earlier one another run may have come and
+    gone. Raises Refused where another process has the lock, and what the check raises.
     """
     locks: list[TextIO] = []
 
@@ -66,6 +105,7 @@ def claim_folder(out: Path) -> Iterator[None]:
         lock = open(out / "lock", "a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locks.append(lock)
+        check()
 
     try:
         on_rank_0(take)
@@ -105,8 +145,9 @@ def check_on_policy(
     Where no mismatch was asked for, the ratios before an update differ from 1 by
     rounding. If most of them are not near 1, the first step of a run raises Refused;
     later, when there is something to lose, it is a warning, with the furthest response.
-    A single token decides nothing: `stats` has e_B and the mean ratio without the outer
-    1% of the tokens at each end. A collective if there is something to complain of.
+    A single token decides nothing: `stats` has e_B and the mean ratio with the outer 1%
+    of the tokens at each end drawn in. A collective if there is something to complain
+    of.
     """
     samples_fully = cfg.top_p == 1 and cfg.top_k == 0
     same_temperature = cfg.temperature == cfg.policy_temperature
@@ -116,8 +157,8 @@ def check_on_policy(
     if stats["ess_central"] >= 0.9 and abs(stats["ratio_central"] - 1) <= 0.1:
         return
     complaint = (
-        f"step {step}: a batch that should be on-policy has, without its outer 2% of "
-        f"tokens, e_B {stats['ess_central']:.3f} and mean ratio "
+        f"step {step}: a batch that should be on-policy has, with its outer 2% of "
+        f"tokens drawn in, e_B {stats['ess_central']:.3f} and mean ratio "
         f"{stats['ratio_central']:.3f}, and mean |log rho| "
         f"{stats['mismatch_mean']:.3f}: look at the weight sync (a tied head?), the "
         "temperature, rollout_dtype, the alignment of tokens"

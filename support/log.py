@@ -26,8 +26,10 @@ of one update:
     ess_min              the smallest e_B of the updates
     mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
 
-and rollout_seconds, reward_seconds, update_seconds, sync_seconds, peak_memory_gb, and
-tokens_per_second: response tokens by these seconds. Where the policy was evaluated it
+and, of rank 0 alone, rollout_seconds, reward_seconds, update_seconds, sync_seconds,
+peak_memory_gb, and tokens_per_second: the response tokens of the batch by these
+seconds. With lag the first step samples several batches, and the last steps none.
+ Where the policy was evaluated it
 has heldout_pass@1 (sampled at policy_temperature) and heldout_greedy: of the policy,
 never of an fp8 copy of it.
 """

@@ -90,7 +90,10 @@ def encode_problems(
                 "or drop them (train.py: --max_prompt_tokens, eval.py: --drop_long)"
             )
         if not kept_problems:
-            raise ValueError(f"{complaint}, so none is left: allow longer prompts")
+            raise ValueError(
+                f"{complaint}, so none is left: lower max_response_tokens, or raise "
+                "train.py's max_prompt_tokens"
+            )
         if os.environ.get("RANK", "0") == "0":
             print(f"dropped: {complaint}")
     return Split(kept_problems, kept_prompts, dropped)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from support.flags import OneRankFailed, Refused
@@ -32,8 +33,8 @@ GRACE = 20.0  # seconds
 def catch_signals() -> list[int]:
     """The signals that ask the run to stop, in a list that grows when they come.
 
-    The step that they interrupt is finished and saved. A second Ctrl-C ends the process
-    at once, even where it waits for another rank.
+    The step that they interrupt is finished and saved. A second Ctrl-C, ONE_WISH after
+    the first or later, ends the process at once, even where it waits for another rank.
     """
     signals: list[int] = []
     read_end, write_end = os.pipe()
@@ -161,7 +162,9 @@ def wait_for_end(connections: dict[int, socket.socket]) -> int:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is not there any more."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    if isinstance(error, dist.DistError):
+        return True
+    return "gloo/transport" in str(error) and "Timed out" not in str(error)
 
 
 def run_script(main: Callable[[], None]) -> int:
@@ -170,15 +173,20 @@ def run_script(main: Callable[[], None]) -> int:
     """
     try:
         main()
+        return 0
     except (Refused, FloatingPointError, OneRankFailed) as error:
         say(str(error))
-        return 1
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
         say("another rank has ended, and so does this one")
-        return 1
-    return 0
+    if torch.cuda.is_available():
+        # An engine that sleeps has given its memory back. When a process ends vLLM
+        # would give it back again (device_allocator/cumem.py), and CUDA would complain
+        # below that sentence.
+        sys.stdout.flush()
+        os._exit(1)
+    return 1
 
 
 def say(sentence: str) -> None:

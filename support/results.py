@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from support.flags import Refused
 from support.prompts import Split
 
-# What decides how fast an evaluation goes and where it writes, and not what it finds.
+# What decides how fast an evaluation goes and where it writes. What it finds does not
+# depend on it, but for the rounding of other batches (eval.py's docstring).
 NO_SETTINGS = {
     "out_dir",
     "chunk_responses",

@@ -29,7 +29,7 @@ from torch import Tensor
 from wrong_losses import P3O, only_tokens
 
 from assignment import grade, reports, sandbox
-from assignment.items import ITEMS, MISMATCHES, Draw, Wrong, check_results
+from assignment.items import ITEMS, Draw, Wrong, check_results
 from assignment.starter import toy
 from loss import Loss
 
@@ -926,6 +926,18 @@ def test_a_missing_folder_is_refused_in_a_sentence(tmp_path: Path) -> None:
         grade.check_folder(nobody)
 
 
+def test_reports_into_the_folder_of_a_submission_are_refused(tmp_path: Path) -> None:
+    # Both have a results.json: Gradescope's, and that of part 4.
+    ada = tmp_path / "ada"
+    ada.mkdir()
+    named = {"ada": ada}
+    grade.check_out(None, named)
+    grade.check_out(tmp_path / "reports", named)
+    for out in ada, tmp_path / "ada/../ada", tmp_path:  # tmp_path/ada is Ada's report
+        with pytest.raises(SystemExit, match="would replace a submission's"):
+            grade.check_out(out, named)
+
+
 def test_a_message_that_xml_cannot_hold_is_made_legible(
     runner: grade.Runner, tmp_path: Path
 ) -> None:
@@ -971,13 +983,42 @@ def test_arms_of_different_seeds_cannot_be_paired(tmp_path: Path) -> None:
     assert "same seeds" in complaint(tmp_path, results)
 
 
-def test_an_experiment_without_a_mismatch_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        # More on-policy than the default, which has two minibatches.
+        ["--minibatches=1"],
+        # The policy's own temperature.
+        ["--temperature=1.4", "--policy_temperature=1.4"],
+    ],
+)
+def test_an_experiment_without_a_mismatch_is_refused(
+    flags: list[str], tmp_path: Path
+) -> None:
     results = solution_results()
-    for arm in results["arms"].values():
-        arm["flags"] = [
-            flag for flag in arm["flags"] if flag[2:].split("=")[0] not in MISMATCHES
-        ]
+    for objective, arm in zip(("p3o", "grpo"), results["arms"].values(), strict=True):
+        arm["flags"] = [*flags, f"--objective={objective}"]
     assert "no arm has a mismatch" in complaint(tmp_path, results)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--temperature=1.2",
+        "--top_p=0.9",
+        "--top_k=5",
+        "--rollout_quantization=fp8_per_channel",
+        "--lag=1",
+        "--minibatches=4",
+    ],
+)
+def test_a_mismatch_in_one_arm_is_enough(flag: str, tmp_path: Path) -> None:
+    results = solution_results()
+    first, second = results["arms"].values()
+    first["flags"], second["flags"] = [], [flag]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    check_results(tmp_path / "results.json")
 
 
 def test_flags_that_train_py_does_not_have_are_refused(tmp_path: Path) -> None:

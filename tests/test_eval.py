@@ -218,7 +218,8 @@ runpy.run_path("eval.py", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def evaluations(run_here, tmp_path_factory) -> SimpleNamespace:
-    """Two benchmarks, of 40 problems and of 9 and a dropped one, evaluated twice.
+    """Two benchmarks, of 40 problems and of the first 9 of these and a dropped one,
+    evaluated twice.
 
     Undisturbed on one rank, this process: `whole`, its folder, and `printed`. And
     killed on one rank and resumed on two: `killed`, its folder; `left`, what the kill
@@ -227,7 +228,7 @@ def evaluations(run_here, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("evaluation")
     sums = folder / "sums"
     sums.mkdir()
-    lines = (ROOT / "tiny/heldout.jsonl").read_text().splitlines()[100:109]
+    lines = (ROOT / "tiny/heldout.jsonl").read_text().splitlines()[:9]
     too_long = {"prompt": "1" * 70 + "+1", "answer": "1" * 69 + "2"}
     lines.append(json.dumps(too_long))
     (sums / "heldout.jsonl").write_text("\n".join(lines))
@@ -315,6 +316,12 @@ def test_results_json_has_settings_counts_and_every_k_with_its_interval(evaluati
         assert average == pytest.approx(sum(means) / 2)
     # The embedded policy solves 0.44: standard error 0.5 / sqrt(160) = 0.04 or more.
     assert result["pass@k"]["tiny"]["1"]["value"] == pytest.approx(0.44, abs=0.2)
+
+
+def test_benchmarks_do_not_share_their_noise(evaluations):
+    result = json.loads((evaluations.whole / "results.json").read_text())
+    # The same 9 problems, with 4 samples of each.
+    assert result["correct"][evaluations.sums] != result["correct"]["tiny"][:9]
 
 
 def test_the_table_is_printed_and_written_with_its_settings(evaluations):
@@ -491,7 +498,7 @@ def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),
         (
             "--max_response_tokens=130 --drop_long",
-            "512 of 512 heldout prompts of tiny have over -2 tokens",
+            "over -2 tokens, so none is left: lower max_response_tokens",
         ),
     ],
 )
@@ -526,3 +533,11 @@ def test_a_run_is_evaluated_by_its_model(tmp_path):
     shutil.copytree(ROOT / "tiny", tmp_path / "run/model")
     model, _ = load_benchmarks(EvalConfig(model=str(tmp_path / "run"), limit=4))
     assert Path(model) == tmp_path / "run/model"
+
+
+def test_a_run_that_has_left_no_model_yet_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(Config().model_dump()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    sentence = "is a run that has left no model: finish it with --resume"
+    with pytest.raises(Refused, match=sentence):
+        load_benchmarks(EvalConfig(model=str(tmp_path)))

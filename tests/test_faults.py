@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,10 @@ from support.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from support.checks import claim_folder
+from support.checks import check_out_dir, claim_folder
 from support.flags import OneRankFailed, Refused
 from support.log import ACCURACIES, Log
+from train import Config
 
 SHORT = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
 # A checkpoint of tiny: 0.64M weights and twice as many moments, of 4 bytes, are 7.7 MB.
@@ -206,12 +208,23 @@ def test_a_second_run_into_the_same_out_dir_is_refused_while_the_first_one_is_th
 ):
     out = tmp_path / "run"
     sentence = "is being written to by another run: choose another out_dir, or wait"
-    with claim_folder(out):
+    with claim_folder(out, check=lambda: None):
         with pytest.raises(Refused, match=sentence):
             train_here(*SHORT, "--steps=1", out_dir=out)
         # It has written nothing there.
         assert [path.name for path in out.iterdir()] == ["lock"]
     train_here(*SHORT, "--steps=1", out_dir=out)
+
+
+def test_a_run_that_came_and_went_since_the_first_look_at_out_dir_is_not_overwritten(
+    group, tmp_path
+):
+    cfg = Config(out_dir=str(tmp_path))
+    check_out_dir(cfg)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(Refused, match="holds another run"):
+        with claim_folder(tmp_path, check=partial(check_out_dir, cfg)):
+            pytest.fail("it went on")
 
 
 # The engine

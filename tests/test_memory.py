@@ -18,11 +18,11 @@ from experiments.memory import (
     peak_bytes,
     report,
 )
-from loss import KL_ESTIMATORS, kl_divergence, p3o_loss
+from loss import KL_ESTIMATORS, OBJECTIVES, kl_divergence, p3o_loss
 from policy import build_policy
 from rollout import Rollouts
 from support.checks import check_run
-from support.flags import Refused, parse_flags
+from support.flags import Refused, find_objective, parse_flags
 from train import Config
 
 # The public dimensions of the hub's models.
@@ -259,7 +259,8 @@ def test_recipe(path, monkeypatch):
     ranks = RANKS.get(path.stem, 8)
     cfg = recipe(path, ranks)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    check_run(cfg, KL_ESTIMATORS)
+    objective = find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
+    check_run(cfg, objective, KL_ESTIMATORS)
     assert cfg.prompts_per_step % (ranks * cfg.minibatches) == 0
     assert cfg.save_every < cfg.steps
     assert cfg.warmup_steps < cfg.steps

@@ -73,6 +73,17 @@ def test_an_error_that_a_traceback_tells_more_about_keeps_it():
         run_script(main)
 
 
+def test_a_collective_that_waited_too_long_is_no_rank_that_has_ended():
+    def main() -> None:
+        raise RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:83] Timed "
+            "out waiting 1800000ms for recv operation to complete"
+        )
+
+    with pytest.raises(RuntimeError, match="Timed out"):
+        run_script(main)
+
+
 # One rank is killed
 
 

@@ -114,6 +114,24 @@ def test_the_gradient_of_the_policy_is_that_of_log_softmax(
         )
 
 
+def test_the_gradient_of_a_bfloat16_head_is_not_added_up_in_bfloat16(
+    engine, policy, prompts, monkeypatch
+):
+    rollouts = sample(engine, prompts[:4])
+    model = copy.deepcopy(policy).bfloat16()
+    head = model.get_output_embeddings().weight
+    gradient = {}
+    for chunk in 1, 1024:  # a sum of over a hundred gradients, and of one
+        monkeypatch.setattr(policy_module, "CHUNK", chunk)
+        logp, _ = Policy(model)(rollouts)
+        (of_head,) = torch.autograd.grad(logp.sum(), head)
+        gradient[chunk] = of_head.float()
+    error = (gradient[1] - gradient[1024]).norm() / gradient[1024].norm()
+    # The sum itself is rounded to bfloat16, by up to 2^-9. Added up there, a hundred
+    # roundings would make it several times that.
+    assert error < 2**-9
+
+
 def test_padding_does_not_change_a_score(engine, policy, prompts):
     rollouts = sample(engine, prompts[:4])
     with torch.no_grad():

@@ -15,7 +15,7 @@ from launch import read_metrics, torchrun, torchrun_on_nodes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import EvalConfig, load_benchmarks
-from loss import KL_ESTIMATORS
+from loss import KL_ESTIMATORS, OBJECTIVES
 from support.checks import check_run
 from support.flags import Refused
 from support.prompts import check_model
@@ -99,7 +99,7 @@ def test_a_node_whose_ranks_cannot_be_divided_among_engines_is_refused(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     sentence = "rollout_tp is 4: it has to divide the 2 ranks of a node"
     with pytest.raises(Refused, match=sentence):
-        check_run(Config(rollout_tp=4), KL_ESTIMATORS)
+        check_run(Config(rollout_tp=4), OBJECTIVES["p3o"], KL_ESTIMATORS)
     with pytest.raises(Refused, match=sentence):
         load_benchmarks(EvalConfig(rollout_tp=4))
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ from loss import KL_ESTIMATORS, OBJECTIVES, Batch, effective_sample_size
 from policy import Policy, build_policy
 from reward import load_task
 from rollout import Rollouts, noise_seeds
-from support.checks import check_on_policy, check_run
+from support.checks import check_on_policy, check_out_dir, check_run
 from support.flags import OneRankFailed, Refused
 from train import (
     Config,
@@ -660,6 +661,9 @@ def test_a_kl_that_is_infinite_stops_the_run_with_its_step(four_responses, group
         ("--objective=grpo --objective_args eps=wide", "grpo takes eps=0.2"),
         ("--objective_args eps=0.4", "p3o takes kl_estimator=is"),
         ("--objective_args kl_estimator=k3", "add --top_logprobs 0"),
+        ("--objective=grpo --objective_args kl_estimator=k3", "grpo takes eps=0.2"),
+        ("--top_logprobs=0 --top_p=0.9", "with top_p or top_k the KL is over the"),
+        ("--top_logprobs=0 --top_k=8", "give --top_logprobs, as 20"),
         (
             "--objective_args kl_estimator=k4 --top_logprobs=0",
             "objective_args has kl_estimator=k4: give is or k3",
@@ -709,8 +713,27 @@ def test_the_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(Refused, match="holds another run"):
-        check_run(Config(out_dir=str(tmp_path)), KL_ESTIMATORS)
+        check_out_dir(Config(out_dir=str(tmp_path)))
     assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_a_folder_with_a_config_that_no_run_has_written_is_refused(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama"}')  # a model's
+    with pytest.raises(Refused, match="config.json that no run has written"):
+        check_out_dir(Config(out_dir=str(tmp_path)))
+    # A run that failed before its first step has one, and can be started again.
+    config.write_text(json.dumps(Config(out_dir=str(tmp_path)).model_dump()))
+    check_out_dir(Config(out_dir=str(tmp_path)))
+
+
+def test_another_objective_may_have_a_kl_estimator_of_its_own():
+    p3o = OBJECTIVES["p3o"]
+    cfg = Config(objective_args={"kl_estimator": "mine"})
+    with pytest.raises(Refused, match="add --top_logprobs 0"):
+        check_run(cfg, p3o, KL_ESTIMATORS)
+    without_kl = replace(p3o, takes_kl=False, hyper_parameters={"kl_estimator": "mine"})
+    check_run(cfg, without_kl, KL_ESTIMATORS)
 
 
 def test_a_refused_run_or_evaluation_exits_with_one_line_and_status_1():
