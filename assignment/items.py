@@ -883,10 +883,10 @@ def kl_term(draw: Draw) -> list[Question]:
         no_advantage = torch.zeros(tokens, dtype=F64)
         inputs = call(logp, logp_behavior, no_advantage, mask, kl=Leaf(kl))
         questions.append(Question("p3o_loss", [inputs], check))
-    return [*questions, ask_parts(draw)]
+    return [*questions, ask_stats(draw)]
 
 
-def ask_parts(draw: Draw) -> Question:
+def ask_stats(draw: Draw) -> Question:
     """What is in the dictionary? All answers have three tokens and one of padding."""
     mask = whole(3, 4)
     mask[:, 3] = False
@@ -904,12 +904,12 @@ def ask_parts(draw: Draw) -> Question:
         loss = answer.tensor()
         if not torch.isfinite(loss):
             raise Wrong(f"with NaN in the padding of all inputs the loss is {loss}")
-        parts = parts_of(answer)
-        expect(parts["loss"], loss, "in the dictionary, loss is")
+        stats = stats_of(answer)
+        expect(stats["loss"], loss, "in the dictionary, loss is")
         sentence = "in the dictionary, kl_loss, the mean of the given KL, is"
-        expect(parts["kl_loss"], kl[mask].mean(), sentence)
+        expect(stats["kl_loss"], kl[mask].mean(), sentence)
         expect(
-            parts["capped"],
+            stats["capped"],
             capped[mask].mean(),
             "in the dictionary, capped, the share of tokens with rho > e_B, is",
             mistakes=[
@@ -918,7 +918,7 @@ def ask_parts(draw: Draw) -> Question:
             ],
         )
         sentence = "in the dictionary, policy_loss + (1 - e_B) kl_loss is"
-        expect(parts["policy_loss"] + (1 - ess) * parts["kl_loss"], loss, sentence)
+        expect(stats["policy_loss"] + (1 - ess) * stats["kl_loss"], loss, sentence)
 
     inputs = call(
         Leaf(logp),
@@ -931,21 +931,21 @@ def ask_parts(draw: Draw) -> Question:
     return Question("p3o_loss", [inputs], check)
 
 
-def parts_of(answer: Answer) -> dict[str, Tensor]:
+def stats_of(answer: Answer) -> dict[str, Tensor]:
     """The dictionary of p3o_loss. Wrong if it is none, or has no such numbers."""
     value = answer.value()
     is_pair = isinstance(value, list) and len(value) == 2
     if not is_pair or not isinstance(value[1], dict) or "dict" not in value[1]:
-        raise Wrong("p3o_loss does not return the loss and a dictionary of its parts")
-    parts = {}
+        raise Wrong("p3o_loss does not return the loss and a dictionary of statistics")
+    stats = {}
     for name in ("loss", "policy_loss", "kl_loss", "capped"):
-        part = value[1]["dict"].get(name)
-        if part is None:
+        number = value[1]["dict"].get(name)
+        if number is None:
             raise Wrong(f"the dictionary of p3o_loss has no {name!r}")
-        if isinstance(part, dict) and part.get("grad"):
+        if isinstance(number, dict) and number.get("grad"):
             raise Wrong(f"{name} in the dictionary carries a gradient; detach it")
-        parts[name] = as_tensor(f"{name} in the dictionary", part, ())
-    return parts
+        stats[name] = as_tensor(f"{name} in the dictionary", number, ())
+    return stats
 
 
 def estimate_mistakes(log_ratio: Tensor, name: str, ess: float) -> Mistakes:
@@ -1024,7 +1024,7 @@ def means(draw: Draw) -> list[Question]:
         right = of_tokens.sum() / mask.sum()
         mistakes = [
             (
-                "the mean of the answers' means",
+                "the mean of the responses' means",
                 (of_tokens.sum(dim=1) / mask.sum(dim=1)).mean(),
             ),
             ("the sum divided by all entries, padding included", of_tokens.mean()),

@@ -152,10 +152,10 @@ print(f"largest KL of a position: {kl.detach()[mask].max():.2e} nats")
 # with the group's mean as its baseline.
 
 # %%
-loss, parts = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
+loss, stats = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
 print(f"loss                {loss:+.6f}")
-print(f"  policy term       {parts['policy_loss']:+.6f}")
-print(f"  (1 - e_B) KL term {(1 - ess) * parts['kl_loss']:+.6f}")
+print(f"  policy term       {stats['policy_loss']:+.6f}")
+print(f"  (1 - e_B) KL term {(1 - ess) * stats['kl_loss']:+.6f}")
 reinforce = (-advantage[:, None] * logp)[mask].mean()
 print(f"REINFORCE           {reinforce:+.6f}")
 assert torch.isclose(loss.float(), reinforce, atol=1e-3)
@@ -247,9 +247,9 @@ assert ess_after < ess
 for step in range(2, 11):
     logp, top_logp = policy(rollouts)
     kl = kl_divergence(top_logp, rollouts.top_logp_behavior)
-    loss, parts = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
+    loss, stats = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
     ess = effective_sample_size(logp - rollouts.logp_behavior, mask)
-    print(f"step {step:2}: e_B = {ess:.4f}, mean KL {parts['kl_loss']:.4f} nats")
+    print(f"step {step:2}: e_B = {ess:.4f}, mean KL {stats['kl_loss']:.4f} nats")
     update(policy, optimizer, loss)
 
 logp, top_logp = policy(rollouts)
@@ -282,10 +282,10 @@ assert mean_kl > kl.detach()[mask].mean()
 # small rho, is nearly white.
 
 # %%
-loss, parts = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
-print(f"share of tokens with rho > e_B: {parts['capped']:.2f}")
-print(f"policy term {parts['policy_loss']:+.4f}, mean KL {parts['kl_loss']:.4f} nats")
-print(f"(1 - e_B) KL {(1 - stale_ess) * parts['kl_loss']:+.4f}")
+loss, stats = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
+print(f"share of tokens with rho > e_B: {stats['capped']:.2f}")
+print(f"policy term {stats['policy_loss']:+.4f}, mean KL {stats['kl_loss']:.4f} nats")
+print(f"(1 - e_B) KL {(1 - stale_ess) * stats['kl_loss']:+.4f}")
 colored(weights_of(logp, kl), 3.0, rollouts, rows)
 
 # %% [markdown]

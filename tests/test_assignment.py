@@ -282,7 +282,7 @@ SAID: dict[str, str] = {
     "no stop-gradient on the capped ratio": "the capped ratio is not detached",
     "gradient through e_B": "e_B requires a gradient; expected a constant (detach)",
     "e_B of the micro-batch": "ess is not looked at",
-    "mean of means": "the mean of the answers' means",
+    "mean of means": "the mean of the responses' means",
     "mean over padding": "padding included",
     "mean of the micro-batch": "token_count is not looked at",
     "zero loss": "what is left without the KL",

@@ -60,7 +60,7 @@ def p3o_loss(
     token_count: int | None = None,
     kl_estimator: str = "is",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective (12), and its parts as a dictionary of numbers without gradient.
+    """The objective (12), and statistics: a dictionary of numbers without gradient.
 
     logp [N, T], log pi_theta of the sampled tokens, carries the gradient; logp_behavior
     is [N, T]; advantage is [N] or [N, T], and a constant. kl [N, T] is the KL at each
