@@ -78,7 +78,7 @@ class EvalConfig(Flags):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
 
-    # What decides how fast it is and where it writes; what it finds, by rounding alone
+    # What decides how fast it is and where it writes, and of what it finds the rounding
     out_dir: str = ""
     """where it writes; by default a name made from all settings"""
     chunk_responses: PositiveCount = 2048
@@ -113,7 +113,7 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
     samples counts, a resample is a multinomial draw of how many problems have c = 0, 1,
     ..., n. Where all problems have the same pass@k, 0 or 1, every resample is the same;
     the interval is then the exact binomial one, of that many problems all wrong or all
-    right. For the mean over tasks that are the problems of the smallest task.
+    right. For the mean over tasks that many is the smallest task's number of problems.
     """
     pass_table = np.array(
         [[pass_at_k(n, c, k) for k in range(1, n + 1)] for c in range(n + 1)]
@@ -223,10 +223,6 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
     check_tensor_parallel(cfg.rollout_tp)
     of_run = Path(cfg.model, "model")
     model = str(of_run) if of_run.is_dir() else cfg.model
-    if not of_run.is_dir() and Path(cfg.model, "metrics.jsonl").exists():
-        raise Refused(
-            f"{cfg.model} is a run that has left no model: finish it with --resume"
-        )
     try:
         tokenizer, context = check_model(model, cfg.rollout_tp)
         benchmarks = {}
@@ -240,6 +236,11 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
                 name=f"{cfg.split} prompts of {task}",
             )
     except ValueError as error:
+        if model == cfg.model and Path(model, "metrics.jsonl").exists():
+            raise Refused(
+                f"{model} is a run that has left no model: finish it with --resume, or "
+                "train again"
+            ) from error
         raise Refused(str(error)) from error
     return model, benchmarks
 

@@ -7,6 +7,7 @@ trainer's process, by the same code on CPU and CUDA.
     python rollout.py      # samples from the embedded policy, prints what comes back
 """
 
+import atexit
 import logging
 import os
 import random
@@ -93,9 +94,9 @@ def init_distributed() -> dist.DeviceMesh:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # Without a device_id. With one, torch splits NCCL's communicator for each group
-        # that vLLM makes, also on ranks outside of it (distributed_c10d.py,
-        # perform_nocolor_split), which has hung: pytorch issue 145376.
+        # Without a device_id, as vLLM and TRL start by default. With one torch splits
+        # NCCL's communicator for each dimension of the mesh and for each group of vLLM,
+        # in which ranks outside of it take part; that has hung: pytorch issue 145376.
         dist.init_process_group("cpu:gloo,cuda:nccl")
     elif torch.version.cuda:
         raise Refused(
@@ -232,6 +233,9 @@ class Engine:
         self.tokenizer = self.llm.get_tokenizer()
         self.incomplete = IncompleteLayers()
         self.padded_layers: Counter | None = None
+        self.is_asleep = False
+        if self.can_sleep:
+            atexit.register(self.leave_asleep)
 
     def sample(
         self, prompts: list[list[int]], n: int, seeds: list[int], **sampling: Any
@@ -372,6 +376,7 @@ class Engine:
                 )
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
+            self.is_asleep = False
         self.llm.update_weight_version(version)
 
     def missing_weights(self) -> str:
@@ -404,6 +409,18 @@ class Engine:
         """On CUDA, lend out the engine's memory until the next load_weights."""
         if self.can_sleep:
             self.llm.sleep(level=2)
+            self.is_asleep = True
+
+    def leave_asleep(self) -> None:
+        """At the end of a process that an error ended in its update: leave at once.
+
+        vLLM would free the memory of an engine that sleeps, which is free already
+        (device_allocator/cumem.py), and CUDA would complain below what has been said.
+        """
+        if self.is_asleep:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def close(self) -> None:
         """End the engine and the process group: the last thing that a rank does."""

@@ -153,7 +153,7 @@ class Config(Flags):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the trainer computes in it; auto: bfloat16 on CUDA, else float32"""
     rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """the engine computes in it; float32 is TF32 on CUDA if the trainer has bfloat16"""
+    """the engine computes in it; beside dtype bfloat16 CUDA has float32 partly as TF32"""
     micro_batch_tokens: PositiveCount = 16384
     """of one forward pass, padding included: it sets the memory, not the result"""
     gradient_checkpointing: bool = False
@@ -517,10 +517,10 @@ def update(
 ) -> list[dict[str, float]]:
     """Phase 3, update: all optimizer steps on a rollout batch; statistics of each.
 
-    Raises FloatingPointError and OneRankFailed as accumulate_gradient does, and the
-    first where the gradient is not finite; Refused if the batch should be on-policy and
-    is not (check_on_policy). is_first: this process has not made a step before, and
-    nothing is lost if the batch is refused.
+    Raises FloatingPointError and OneRankFailed as accumulate_gradient does,
+    FloatingPointError also where the gradient is not finite, and Refused where a batch
+    should be on-policy and is not (check_on_policy). is_first: this process has not
+    made a step before, and nothing is lost if the batch is refused.
     """
     if objective.takes_logp_prox:
         rollouts.logp_prox = compute_logp_prox(policy, rollouts, cfg)

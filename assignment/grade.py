@@ -347,15 +347,13 @@ def check_folder(folder: Path) -> None:
         sys.exit(f"grade.py: there is no folder {folder}")
 
 
-def check_out(out: Path | None, named: dict[str, Path | None]) -> None:
-    """Exits where a report, results.json, would replace a submission's own."""
-    if out is None:
-        return
-    folders = {folder.resolve() for folder in named.values() if folder is not None}
-    for reports in (out, *(out / name for name in named)):
-        if reports.resolve() in folders:
+def check_out(reports: list[Path], submitted: list[Path | None]) -> None:
+    """Exits where a folder of reports, which has a results.json, is a submission's."""
+    taken = {folder.resolve() for folder in submitted if folder is not None}
+    for folder in reports:
+        if folder.resolve() in taken:
             sys.exit(
-                f"grade.py: the reports in {reports} would replace a submission's "
+                f"grade.py: the reports in {folder} would replace a submission's "
                 "results.json: give --out another folder"
             )
 
@@ -392,10 +390,13 @@ def main() -> None:
     args = parser.parse_args()
     check_machine(args.trust)
     named = submissions(args)
-    check_out(args.out, named)
+    are_many = args.all is not None or len(named) > 1
+    if args.out:
+        reports = [args.out / name for name in named] if are_many else [args.out]
+        check_out(reports, list(named.values()))
     seed = secrets.randbits(40) if args.seed is None else args.seed
     with start_runner(args.trust) as runner:
-        if args.all or len(named) > 1:
+        if are_many:
             grade_many(runner, named, seed, args.out)
         else:
             grade_one(runner, *named.popitem(), seed, args.out)

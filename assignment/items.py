@@ -887,7 +887,7 @@ def kl_term(draw: Draw) -> list[Question]:
 
 
 def ask_stats(draw: Draw) -> Question:
-    """What is in the dictionary? All answers have three tokens and one of padding."""
+    """What is in the dictionary? Each response has three tokens and one of padding."""
     mask = whole(3, 4)
     mask[:, 3] = False
     log_ratio = stale_ratios(draw, 12).log().view(3, 4)
@@ -1029,7 +1029,7 @@ def means(draw: Draw) -> list[Question]:
             ),
             ("the sum divided by all entries, padding included", of_tokens.mean()),
             ("the sum, divided by nothing", of_tokens.sum()),
-            ("the sum divided by the number of answers", of_tokens.sum() / 4),
+            ("the sum divided by the number of responses", of_tokens.sum() / 4),
         ]
         logp = logp.masked_fill(~mask, junk)
 
@@ -1768,12 +1768,13 @@ def check_flags(flags_of_arms: list[list[str]]) -> None:
             or cfg.top_k > 0
             or cfg.rollout_quantization != "none"
             or cfg.lag > 0
-            or cfg.passes * cfg.minibatches > default.passes * default.minibatches
+            or cfg.passes > default.passes
+            or cfg.minibatches > default.minibatches
         )
     if not mismatched:
         raise Wrong(
             "no arm has a mismatch: another temperature than policy_temperature, "
-            "top_p, top_k, rollout_quantization, a lag, or more passes x minibatches "
+            "top_p, top_k, rollout_quantization, a lag, or more passes or minibatches "
             "than by default"
         )
 

@@ -58,8 +58,8 @@ PEAK_TFLOPS = {
     "NVIDIA A100-PCIE-40GB": 312,
 }
 CAPTIONS = {
-    "mismatch": "log pi_theta - log pi_b of a batch: its e_B, its mean ratio, without "
-    "the outer 2% of the tokens too, and its mean and largest size in nats.",
+    "mismatch": "log pi_theta - log pi_b of a batch: its e_B, its mean ratio, with the "
+    "outer 2% of the tokens drawn in too, and its mean and largest size in nats.",
     "speed": """Tokens are those sampled in a rollout, and in an update each response's
 with its prompt's. The FLOPs of a pass are 2 x (weights of the layers x tokens + weights
 of the head x response tokens) + 4 x layers x heads x head size x pairs of tokens of

@@ -184,7 +184,7 @@ def gather_queue(queue: deque[Any], group_size: int) -> list[Any]:
 def on_rank_0(act: Callable[[], Any]) -> None:
     """Have rank 0 do something with files. A collective.
 
-    Raises on all ranks what it raised: Refused, or OSError where it cannot.
+    Raises on all ranks what it raised, Refused or OSError; any other error as OSError.
     """
     failure: list[Exception | None] = [None]
     if dist.get_rank() == 0:

@@ -19,8 +19,8 @@ from support.log import check_reporter
 def check_run(cfg: Any, objective: Any, kl_estimators: Iterable[str]) -> None:
     """Raises Refused where fields of a train.Config do not go together.
 
-    The loss.Objective is that of cfg, with its hyper-parameters; kl_estimators are the
-    names of loss.KL_ESTIMATORS.
+    `objective` is the loss.Objective of that name; kl_estimators are the names of
+    loss.KL_ESTIMATORS.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.prompts_per_step < max(world, cfg.minibatches):
@@ -29,10 +29,10 @@ def check_run(cfg: Any, objective: Any, kl_estimators: Iterable[str]) -> None:
             f"ranks and each of the {cfg.minibatches} minibatches at least one"
         )
     check_tensor_parallel(cfg.rollout_tp)
-    if objective.takes_kl and "kl_estimator" in objective.hyper_parameters:
-        check_kl_estimator(cfg, objective.hyper_parameters, kl_estimators)
+    if cfg.objective == "p3o":
+        check_kl_estimator(cfg, kl_estimators)
     samples_fully = cfg.top_p == 1 and cfg.top_k == 0
-    if cfg.top_logprobs == 0 and not samples_fully:
+    if objective.takes_kl and cfg.top_logprobs == 0 and not samples_fully:
         raise Refused(
             "with top_p or top_k the KL is over the tokens that can be sampled, which "
             "top_logprobs=0 does not list: give --top_logprobs, as 20"
@@ -41,16 +41,14 @@ def check_run(cfg: Any, objective: Any, kl_estimators: Iterable[str]) -> None:
     check_out_dir(cfg)
 
 
-def check_kl_estimator(
-    cfg: Any, hyper_parameters: dict[str, Any], kl_estimators: Iterable[str]
-) -> None:
+def check_kl_estimator(cfg: Any, kl_estimators: Iterable[str]) -> None:
     """Raises Refused where P3O's kl_estimator is unknown, or is given in vain."""
     if cfg.top_logprobs > 0 and "kl_estimator" in cfg.objective_args:
         raise Refused(
             "objective_args has kl_estimator, by which the KL is estimated from the "
             "sampled tokens alone: add --top_logprobs 0"
         )
-    estimator = hyper_parameters["kl_estimator"]
+    estimator = cfg.objective_args.get("kl_estimator", "is")
     if estimator not in kl_estimators:
         raise Refused(
             f"objective_args has kl_estimator={estimator}: give "
@@ -67,7 +65,7 @@ def check_out_dir(cfg: Any) -> None:
         raise Refused(
             f"{cfg.out_dir} holds another run: choose another out_dir, or --resume"
         )
-    elif cfg.out_dir and holds_no_run_s_config(out):
+    elif cfg.out_dir and has_foreign_config(out):
         raise Refused(
             f"{cfg.out_dir} has a config.json that no run has written, such as a "
             "model's: choose another out_dir"
@@ -79,14 +77,14 @@ def holds_a_run(out: Path) -> bool:
     return steps_done(out) > 0 or bool(checkpoints(out))
 
 
-def holds_no_run_s_config(out: Path) -> bool:
+def has_foreign_config(out: Path) -> bool:
     """Whether a config.json is there that is not of a run."""
     path = out / "config.json"
     if not path.exists():
         return False
     try:
         return "out_dir" not in json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, TypeError):  # no JSON, or a number
         return True
 
 
@@ -105,7 +103,6 @@ def claim_folder(out: Path, check: Callable[[], None]) -> Iterator[None]:
         lock = open(out / "lock", "a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locks.append(lock)
-        check()
 
     try:
         on_rank_0(take)
@@ -117,6 +114,7 @@ def claim_folder(out: Path, check: Callable[[], None]) -> Iterator[None]:
     except OSError as error:
         raise Refused(f"out_dir {out} cannot be written to: {error}") from error
     try:
+        on_rank_0(check)
         yield
     finally:
         for lock in locks:

@@ -17,7 +17,7 @@ as means over its updates, each of the whole batch B of the update:
     ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio, ratio_q1 ...  mean of rho, and its 1%, 50% and 99% quantiles
-    ess_central ...      e_B and mean rho, the outer 1% of tokens at each end clamped
+    ess_central ...      e_B and mean rho, the outer 1% of tokens at each end drawn in
     grad_norm            before clipping
     learning_rate        of the update
 
@@ -26,12 +26,12 @@ of one update:
     ess_min              the smallest e_B of the updates
     mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
 
-and, of rank 0 alone, rollout_seconds, reward_seconds, update_seconds, sync_seconds,
-peak_memory_gb, and tokens_per_second: the response tokens of the batch by these
+and rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb,
+these of rank 0 alone, and tokens_per_second, the response tokens of the batch by these
 seconds. With lag the first step samples several batches, and the last steps none.
- Where the policy was evaluated it
-has heldout_pass@1 (sampled at policy_temperature) and heldout_greedy: of the policy,
-never of an fp8 copy of it.
+
+Where the policy was evaluated it has heldout_pass@1 (sampled at policy_temperature) and
+heldout_greedy: of the policy, never of an fp8 copy of it.
 """
 
 import importlib.util

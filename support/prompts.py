@@ -91,8 +91,8 @@ def encode_problems(
             )
         if not kept_problems:
             raise ValueError(
-                f"{complaint}, so none is left: lower max_response_tokens, or raise "
-                "train.py's max_prompt_tokens"
+                f"{complaint}, so none is left: raise max_prompt_tokens (train.py), "
+                "lower max_response_tokens (eval.py)"
             )
         if os.environ.get("RANK", "0") == "0":
             print(f"dropped: {complaint}")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from support.flags import OneRankFailed, Refused
@@ -173,20 +172,15 @@ def run_script(main: Callable[[], None]) -> int:
     """
     try:
         main()
-        return 0
     except (Refused, FloatingPointError, OneRankFailed) as error:
         say(str(error))
+        return 1
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
         say("another rank has ended, and so does this one")
-    if torch.cuda.is_available():
-        # An engine that sleeps has given its memory back. When a process ends vLLM
-        # would give it back again (device_allocator/cumem.py), and CUDA would complain
-        # below that sentence.
-        sys.stdout.flush()
-        os._exit(1)
-    return 1
+        return 1
+    return 0
 
 
 def say(sentence: str) -> None:

@@ -498,7 +498,7 @@ def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),
         (
             "--max_response_tokens=130 --drop_long",
-            "over -2 tokens, so none is left: lower max_response_tokens",
+            "over -2 tokens, so none is left: raise max_prompt_tokens (train.py)",
         ),
     ],
 )
@@ -538,6 +538,6 @@ def test_a_run_is_evaluated_by_its_model(tmp_path):
 def test_a_run_that_has_left_no_model_yet_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(Config().model_dump()))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    sentence = "is a run that has left no model: finish it with --resume"
+    sentence = "is a run that has left no model: finish it with --resume, or train"
     with pytest.raises(Refused, match=sentence):
         load_benchmarks(EvalConfig(model=str(tmp_path)))

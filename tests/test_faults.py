@@ -225,6 +225,9 @@ def test_a_run_that_came_and_went_since_the_first_look_at_out_dir_is_not_overwri
     with pytest.raises(Refused, match="holds another run"):
         with claim_folder(tmp_path, check=partial(check_out_dir, cfg)):
             pytest.fail("it went on")
+    # The lock is given back.
+    with claim_folder(tmp_path, check=lambda: None):
+        pass
 
 
 # The engine

@@ -538,7 +538,7 @@ def test_one_outlier_does_not_end_a_healthy_run():
     log_ratio[0] = 8.0
     stats = ratio_statistics(batch_of(log_ratio))
     # One ratio of e^8 = 2981 among 999 of 1: e_B = (3.98)^2 / 8887 = 0.0018, and the
-    # mean ratio is 3.98. Without the outer 1% at each end both are near 1.
+    # mean ratio is 3.98. With the outer 1% at each end drawn in both are near 1.
     assert stats["ess"] == pytest.approx(0.0018, rel=0.02)
     assert stats["ratio"] == pytest.approx(3.98, rel=0.01)
     assert stats["ess_central"] > 0.999
@@ -732,8 +732,14 @@ def test_another_objective_may_have_a_kl_estimator_of_its_own():
     cfg = Config(objective_args={"kl_estimator": "mine"})
     with pytest.raises(Refused, match="add --top_logprobs 0"):
         check_run(cfg, p3o, KL_ESTIMATORS)
-    without_kl = replace(p3o, takes_kl=False, hyper_parameters={"kl_estimator": "mine"})
-    check_run(cfg, without_kl, KL_ESTIMATORS)
+    cfg.objective = "mine:objective"
+    objective = replace(p3o, hyper_parameters={"kl_estimator": "mine"})
+    check_run(cfg, objective, KL_ESTIMATORS)
+
+
+def test_without_a_kl_rollouts_may_be_cut_to_their_support_and_list_no_tokens():
+    cfg = Config(objective="grpo", top_p=0.9, top_logprobs=0)
+    check_run(cfg, OBJECTIVES["grpo"], KL_ESTIMATORS)
 
 
 def test_a_refused_run_or_evaluation_exits_with_one_line_and_status_1():
