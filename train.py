@@ -153,7 +153,7 @@ class Config(Flags):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the trainer computes in it; auto: bfloat16 on CUDA, else float32"""
     rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """the engine computes in it; float32 is partly TF32 on CUDA, beside dtype bfloat16"""
+    """the engine computes in it; on CUDA float32 is partly TF32 beside bfloat16"""
     micro_batch_tokens: PositiveCount = 16384
     """of one forward pass, padding included: it sets the memory, not the result"""
     gradient_checkpointing: bool = False
