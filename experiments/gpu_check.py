@@ -304,6 +304,24 @@ def compare_with_unquantized(engines: dict[str, Any]) -> None:
             row["times unquantized"] = row["tokens/s"] / unquantized[name]
 
 
+def check_sync(engine: str, mismatch: dict[str, Row]) -> None:
+    """Raises Refused where the new weights seem not to have come into the engine.
+
+    Its mismatch after the sync is then near that which the old weights would have, and
+    not near that of the start. An fp8 engine has some at any time.
+    """
+    loaded, without, after = (
+        mismatch[when]["mismatch_mean"]
+        for when in ("as loaded", "without sync 1", "after sync 1")
+    )
+    if after - loaded > without - after:
+        raise Refused(
+            f"{engine}: after the sync mean |log rho| is {after:.4f}; it was "
+            f"{loaded:.4f} at the start, and would be {without:.4f} without a sync: "
+            "are the weights that vLLM computes with those that it was given?"
+        )
+
+
 def report(results: dict[str, Any]) -> str:
     """Markdown tables of what `check_engine` found."""
     device = results["device"]
@@ -328,7 +346,9 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Check each engine; refuse one that should agree with the trainer and does not."""
+    """Check each engine; refuse one that should agree with the trainer and does not,
+    or that a sync does not reach.
+    """
     is_first = os.environ.get("RANK", "0") == "0"
     cfg = parse_flags(CheckConfig)
     if is_first and not CUDA:
@@ -364,6 +384,8 @@ def main() -> None:
             check_on_policy(
                 unquantized, stats, step, is_first=True, furthest_response=str
             )
+    for engine, found in engines.items():
+        check_sync(engine, found["mismatch"])
 
 
 if __name__ == "__main__":

@@ -148,6 +148,21 @@ def test_an_unquantized_engine_that_disagrees_with_the_trainer_is_refused(
     assert "| bfloat16: after sync 1 | 0.5 |" in capsys.readouterr().out
 
 
+def test_an_engine_that_a_sync_does_not_reach_is_refused(run_with):
+    fp8 = made_up("fp8_per_channel", 0.9)
+    mismatch = fp8["engines"]["fp8_per_channel"]["mismatch"]
+    rows = {when: dict(row) for when, row in mismatch.items()}
+    mismatch.update(rows)
+    rows["as loaded"]["mismatch_mean"] = 0.1
+    rows["without sync 1"]["mismatch_mean"] = 0.3
+    rows["after sync 1"]["mismatch_mean"] = 0.19  # nearer to 0.1
+    results = {"none": made_up("none", 0.99), "fp8_per_channel": fp8}
+    run_with(results)
+    rows["after sync 1"]["mismatch_mean"] = 0.21  # nearer to 0.3
+    with pytest.raises(Refused, match="fp8_per_channel: after the sync .* 0.2100"):
+        run_with(results)
+
+
 @pytest.mark.parametrize(
     "flag", ["--prompts_per_step=0", "--model=nowhere", "--max_response_tokens=1000"]
 )
