@@ -260,8 +260,8 @@ class Engine:
         mine = list(zip(prompts, seeds, strict=True))
         dist.all_gather_object(pairs_by_rank, mine, tp_group.cpu_group)
         asked = [pair for pairs in pairs_by_rank for pair in pairs]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in asked],
+        outputs = self.generate(
+            [prompt for prompt, _ in asked],
             [
                 SamplingParams(
                     n=n,
@@ -273,10 +273,21 @@ class Engine:
                 )
                 for _, seed in asked
             ],
-            use_tqdm=False,
         )
         first = sum(len(pairs) for pairs in pairs_by_rank[: tp_group.rank_in_group])
         return self.as_rollouts(outputs[first : first + len(prompts)])
+
+    def generate(self, prompts: list[list[int]], sampling: Any) -> list:
+        """vLLM's RequestOutputs for these prompts (token ids), by its SamplingParams."""
+        # With each log-probability vLLM counts the token's rank, in a compiled function.
+        # On a CPU the compiler takes some ten seconds, and the count itself no time.
+        stance = "default" if torch.cuda.is_available() else "force_eager"
+        with torch.compiler.set_stance(stance):
+            return self.llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts],
+                sampling,
+                use_tqdm=False,
+            )
 
     def as_rollouts(self, outputs: list) -> Rollouts:
         """vLLM's RequestOutputs as one Rollouts."""
@@ -328,7 +339,7 @@ class Engine:
         prompts = []
         length = rollouts.prompt_length + rollouts.mask.sum(dim=1)
         for row, end in enumerate(length.tolist()):
-            prompts.append({"prompt_token_ids": rollouts.tokens[row, :end].tolist()})
+            prompts.append(rollouts.tokens[row, :end].tolist())
         only_the_prompt = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
@@ -336,7 +347,7 @@ class Engine:
             detokenize=False,
             seed=0,
         )
-        outputs = self.llm.generate(prompts, only_the_prompt, use_tqdm=False)
+        outputs = self.generate(prompts, only_the_prompt)
         log_probabilities = torch.zeros_like(rollouts.logp_behavior)
         for row, output in enumerate(outputs):
             # The first token of a prompt has no log-probability.

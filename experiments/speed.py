@@ -169,8 +169,6 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
     """
     from vllm import SamplingParams
 
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-
     def direct(**more: Any) -> None:
         sampling = SamplingParams(
             n=cfg.group_size,
@@ -180,7 +178,7 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
             **more,
         )
         engine.llm.reset_prefix_cache()
-        engine.llm.generate(asked, sampling, use_tqdm=False)
+        engine.generate(prompts, sampling)
 
     def ours() -> Rollouts:
         return engine.sample(
