@@ -278,8 +278,8 @@ class Engine:
         return self.as_rollouts(outputs[first : first + len(prompts)])
 
     def generate(self, prompts: list[list[int]], sampling: Any) -> list:
-        """vLLM's RequestOutputs for these prompts (token ids), by its SamplingParams."""
-        # With each log-probability vLLM counts the token's rank, in a compiled function.
+        """vLLM's RequestOutputs for these prompts (token ids), with SamplingParams."""
+        # With a log-probability vLLM counts the token's rank, in a compiled function.
         # On a CPU the compiler takes some ten seconds, and the count itself no time.
         stance = "default" if torch.cuda.is_available() else "force_eager"
         with torch.compiler.set_stance(stance):
