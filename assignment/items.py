@@ -1749,6 +1749,7 @@ def check_arm(name: str, arm: Any) -> None:
 def check_flags(flags_of_arms: list[list[str]]) -> None:
     """train.py takes the flags, and an arm has a mismatch."""
     # Not at the top of the file: the trainer takes seconds to import.
+    from support.checks import should_be_on_policy
     from support.flags import Refused, parse_flags
     from train import Config
 
@@ -1763,11 +1764,7 @@ def check_flags(flags_of_arms: list[list[str]]) -> None:
         except (Refused, SystemExit) as error:
             raise Wrong(f"train.py refuses the flags: {error}") from error
         mismatched = mismatched or (
-            cfg.temperature != cfg.policy_temperature
-            or cfg.top_p < 1
-            or cfg.top_k > 0
-            or cfg.rollout_quantization != "none"
-            or cfg.lag > 0
+            not should_be_on_policy(cfg)
             or cfg.passes > default.passes
             or cfg.minibatches > default.minibatches
         )

@@ -31,8 +31,7 @@ def check_run(cfg: Any, objective: Any, kl_estimators: Iterable[str]) -> None:
     check_tensor_parallel(cfg.rollout_tp)
     if cfg.objective == "p3o":
         check_kl_estimator(cfg, kl_estimators)
-    samples_fully = cfg.top_p == 1 and cfg.top_k == 0
-    if objective.takes_kl and cfg.top_logprobs == 0 and not samples_fully:
+    if objective.takes_kl and cfg.top_logprobs == 0 and not samples_fully(cfg):
         raise Refused(
             "with top_p or top_k the KL is over the tokens that can be sampled, which "
             "top_logprobs=0 does not list: give --top_logprobs, as 20"
@@ -131,6 +130,18 @@ def check_tensor_parallel(rollout_tp: int) -> None:
         )
 
 
+def samples_fully(cfg: Any) -> bool:
+    """Whether the rollouts may have any token of the vocabulary."""
+    return cfg.top_p == 1 and cfg.top_k == 0
+
+
+def should_be_on_policy(cfg: Any) -> bool:
+    """Whether a step's first minibatch is on-policy but for rounding."""
+    same_temperature = cfg.temperature == cfg.policy_temperature
+    same_precision = cfg.rollout_quantization == "none"
+    return samples_fully(cfg) and same_temperature and same_precision and cfg.lag == 0
+
+
 def check_on_policy(
     cfg: Any,
     stats: dict[str, float],
@@ -147,10 +158,7 @@ def check_on_policy(
     of the tokens at each end drawn in. A collective if there is something to complain
     of.
     """
-    samples_fully = cfg.top_p == 1 and cfg.top_k == 0
-    same_temperature = cfg.temperature == cfg.policy_temperature
-    same_precision = cfg.rollout_quantization == "none"
-    if not (samples_fully and same_temperature and same_precision and cfg.lag == 0):
+    if not should_be_on_policy(cfg):
         return
     if stats["ess_central"] >= 0.9 and abs(stats["ratio_central"] - 1) <= 0.1:
         return

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from test_memory import random_batch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -171,9 +170,7 @@ def test_what_cannot_run_is_refused_before_an_engine_is_built(run_with, flag):
         run_with({}, flag)
 
 
-# With a GPU the same command measures that GPU, which is `make gpu-check` itself.
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="make gpu-check does it on a GPU")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_on_cpu(ranks, tmp_path):
     out = tmp_path / "new" / "found.json"
