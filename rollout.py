@@ -291,39 +291,41 @@ class Engine:
 
     def as_rollouts(self, outputs: list) -> Rollouts:
         """vLLM's RequestOutputs as one Rollouts."""
-        tokens, prompt_length, mask = [], [], []
-        logp_behavior, top_tokens, top_logp_behavior = [], [], []
-        truncated, text, versions = [], [], set()
+        tokens, prompt_length, responses = [], [], []
+        listed_tokens, listed_logp = [], []
+        truncated, versions = [], set()
         for output in outputs:
             prompt = output.prompt_token_ids
             for response in output.outputs:
                 ids = list(response.token_ids)
-                # For each position vLLM lists the sampled token, and then the K most
-                # likely ones.
-                shape = (len(ids), 1 + self.top_logprobs)
-                # numpy reads a list five times as fast as torch does.
-                listed = np.array(response.logprobs.token_ids, dtype=np.int64)
-                listed_tokens = torch.from_numpy(listed).view(shape)
-                logp_listed = np.array(response.logprobs.logprobs, dtype=np.float32)
-                logp = torch.from_numpy(logp_listed).view(shape)
                 tokens.append(torch.tensor(prompt + ids))
                 prompt_length.append(len(prompt))
-                mask.append(torch.ones(len(ids), dtype=torch.bool))
-                logp_behavior.append(logp[:, 0])
-                top_tokens.append(listed_tokens[:, 1:])
-                top_logp_behavior.append(logp[:, 1:])
+                responses.append(ids)
+                listed_tokens += response.logprobs.token_ids
+                listed_logp += response.logprobs.logprobs
                 truncated.append(response.finish_reason == "length")
-                text.append(self.tokenizer.decode(ids, skip_special_tokens=True))
                 versions.update(span.version for span in response.weight_versions)
+        response_length = torch.tensor([len(ids) for ids in responses])
+        position = torch.arange(int(response_length.max()))
+        mask = position < response_length[:, None]  # [N, T]
+        # For each response token vLLM lists it, and then the K most likely ones.
+        shape = (*mask.shape, 1 + self.top_logprobs)
+        padded_tokens = torch.zeros(shape, dtype=torch.int64)
+        padded_logp = torch.zeros(shape)
+        # numpy reads a list five times as fast as torch does.
+        flat_tokens = torch.from_numpy(np.array(listed_tokens, dtype=np.int64))
+        flat_logp = torch.from_numpy(np.array(listed_logp, dtype=np.float32))
+        padded_tokens[mask] = flat_tokens.view(-1, shape[-1])
+        padded_logp[mask] = flat_logp.view(-1, shape[-1])
         return Rollouts(
             tokens=pad_sequence(tokens, batch_first=True),
             prompt_length=torch.tensor(prompt_length),
-            mask=pad_sequence(mask, batch_first=True),
-            logp_behavior=pad_sequence(logp_behavior, batch_first=True),
-            top_tokens=pad_sequence(top_tokens, batch_first=True),
-            top_logp_behavior=pad_sequence(top_logp_behavior, batch_first=True),
+            mask=mask,
+            logp_behavior=padded_logp[:, :, 0],
+            top_tokens=padded_tokens[:, :, 1:],
+            top_logp_behavior=padded_logp[:, :, 1:],
             truncated=torch.tensor(truncated),
-            text=text,
+            text=self.tokenizer.batch_decode(responses, skip_special_tokens=True),
             # One version, or something is very wrong.
             weight_version=" and ".join(sorted(versions)),
         )

@@ -146,7 +146,7 @@ def prompts_of_run(cfg: Config, steps: int) -> list[str]:
 def run_trl(counted: int, settings: dict[str, Any], generator: str) -> dict[str, Any]:
     """The seconds of each step of TRL's GRPOTrainer, with the settings of train.py.
 
-    `generator` is transformers or vllm.
+    And of its rollout. `generator` is transformers or vllm.
     """
     cfg = Config(**settings)
     # As many steps as train.py has, so that the last one is left out here too.
@@ -158,11 +158,13 @@ def run_trl(counted: int, settings: dict[str, Any], generator: str) -> dict[str,
         command = [sys.executable, str(TRL_STEP), cfg.model, str(file)]
         command += [*map(str, sizes), cfg.dtype, generator]
         lines = lines_of(command)
-    lengths = [float(line.split()[-1]) for _, line in lines]
+    # step 1 tokens 34.5 rollout 0.5
+    words = [line.split() for _, line in lines[WARM_UP:-1]]
     return {
         # The first line is of step 1.
         "seconds": seconds_between(lines)[WARM_UP - 1 : -1],
-        "tokens of a response": statistics.mean(lengths[WARM_UP:-1]),
+        "rollout": [float(seconds) for *_, seconds in words],
+        "tokens of a response": statistics.mean(float(line[3]) for line in words),
     }
 
 

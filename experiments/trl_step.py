@@ -6,12 +6,14 @@
 It needs `pip install trl==1.16.0 accelerate==1.15.0`. FILE is a JSON list of prompts,
 which are used in their order, PROMPTS a step. GENERATOR is transformers or vllm, which
 then runs in the same process. The rewards are made up. A line has the mean length of
-the step's responses; what the line tells beside is when the step ended.
+the step's responses and the seconds that they took to generate; what the line tells
+beside is when the step ended.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,34 @@ from trl import GRPOConfig, GRPOTrainer
 LOGITS = 2**31
 
 
+class TimedTrainer(GRPOTrainer):
+    """Knows how long its last rollout took: prompts to tokens, responses to text."""
+
+    rollout_seconds = 0.0
+
+    def _generate(self, prompts: list) -> Any:
+        start = time.perf_counter()
+        generated = super()._generate(prompts)
+        self.rollout_seconds = time.perf_counter() - start
+        return generated
+
+
 class Printer(TrainerCallback):
     """A line at the end of each step, when its logs are there."""
+
+    def __init__(self) -> None:
+        self.trainer: TimedTrainer | None = None
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict | None = None, **more: Any
     ) -> None:
         if logs and "completions/mean_length" in logs:
             tokens = logs["completions/mean_length"]
-            print(f"step {state.global_step} tokens {tokens}", flush=True)
+            rollout = self.trainer.rollout_seconds
+            print(
+                f"step {state.global_step} tokens {tokens} rollout {rollout}",
+                flush=True,
+            )
 
 
 def every_other_is_right(completions: list, **columns: Any) -> list[float]:
@@ -69,7 +90,8 @@ def main(
     responses = prompts * group_size
     config = AutoConfig.from_pretrained(model)
     rows = responses_at_once(config.vocab_size, responses, max_tokens)
-    trainer = GRPOTrainer(
+    printer = Printer()
+    trainer = TimedTrainer(
         model=model,
         args=GRPOConfig(
             output_dir="runs/trl",
@@ -95,8 +117,9 @@ def main(
         ),
         train_dataset=Dataset.from_list(chats_of(file)),
         reward_funcs=every_other_is_right,
-        callbacks=[Printer()],
+        callbacks=[printer],
     )
+    printer.trainer = trainer
     trainer.train()
 
 
