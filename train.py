@@ -346,7 +346,8 @@ def gather_batch(
         raise FloatingPointError(
             f"step {step}, rank {rank}: |log rho| is over {MAX_LOG_RATIO} nats, or the "
             f"advantage is not finite, in response {text!r}: look at the sync, the "
-            "alignment of tokens, the learning rate"
+            "alignment of tokens, the learning rate, and how far temperature and "
+            "policy_temperature are apart"
         )
     return Batch(
         log_ratio=log_ratio,

@@ -35,10 +35,10 @@ from experiments.bench_tables import STEPS_OF_MODEL, STEPS_OF_TINY, report
 from experiments.memory import LISTED_BYTES, TOP_BYTES, TOP_WORK_BYTES, peak_bytes
 from experiments.mismatch import commit_here
 from experiments.speed import (
+    HEADS,
     KL_TURNS,
     LISTED,
     SIZES,
-    VOCABULARIES,
     gradient_of,
     measure_head,
     measure_machine,
@@ -216,12 +216,11 @@ def configs_of(model: str, device: str) -> dict[str, Config]:
 
 
 def heads() -> dict[str, Any]:
-    """The memory and time of the head, by the size of its vocabulary."""
-    vocabularies = {
-        f"{vocabulary:,} tokens": measure_head(vocabulary)
-        for vocabulary in VOCABULARIES
+    """The memory and time of the head, by the model that has one of this size."""
+    return {
+        dtype: {name: measure_head(*sizes, dtype) for name, sizes in HEADS.items()}
+        for dtype in ("float32", "bfloat16")
     }
-    return {"vocabularies": vocabularies}
 
 
 def speeds(

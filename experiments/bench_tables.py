@@ -37,9 +37,13 @@ SPEED_TITLES = {
     "driven directly",
     ("rollout", "speed beside vLLM bare"): "rollout, our speed / vLLM's without "
     "log-probabilities",
+    ("rollout", "seconds of the first"): "the first rollout, s",
+    ("rollout", "seconds of vLLM's first"): "the first that vLLM is asked for "
+    "directly, after it, s",
     ("update", "tokens a second"): "update, tokens a second, each response with its "
     "prompt",
     ("update", "tokens read a second"): "update, tokens a second, a shared prompt once",
+    ("update", "GFLOP/s"): "update, GFLOP/s",
     ("update", "GFLOP/s of the products"): "the machine's products in turn with the "
     "update: its ceiling, GFLOP/s",
     ("update", "share of the ceiling"): "update, share of its ceiling",
@@ -47,6 +51,8 @@ SPEED_TITLES = {
     "on prompts, where it is not applied",
     ("profile", "share outside of products"): "update, share of its operators' time "
     "outside of matrix products, attention included",
+    ("profile", "share in the head's products"): "update, share of its operators' "
+    "time in the head's products, which are in float32",
     ("update", "share of padding"): "padding, share of the layers' places",
     ("update", "responses that share a sequence"): "responses that share their "
     "prompt's sequence in a run",
@@ -73,10 +79,8 @@ GOALS = {
         "at most",
         1 / 3,
     ),
-    "peak memory of the head in float32, vocabulary of 49,152 tokens / all logits "
-    "at once": ("at most", 0.125),
-    "peak memory of the head in float32, vocabulary of 151,936 tokens / all logits "
-    "at once": ("at most", 0.125),
+    "peak memory of a head as SmolLM2-135M's / all logits at once": ("at most", 0.125),
+    "peak memory of a head as Qwen2.5-1.5B's / all logits at once": ("at most", 0.125),
 }
 
 
@@ -139,16 +143,6 @@ def steps_of(column: str, results: dict[str, Any]) -> dict[str, Any]:
     return {"arms": {}, "ratios": {}, "failed": {}}
 
 
-def ratio_of_a_token(column: str, steps: dict[str, Any]) -> Value:
-    """Our step's time over TRL's with transformers, each over its responses' length."""
-    trl = f"TRL with transformers, {column.split(', ')[-1]}"
-    ratio = steps["ratios"].get(f"{column} / {trl}")
-    if ratio is None:
-        return None
-    ours, theirs = (steps["arms"][arm]["tokens of a response"] for arm in (column, trl))
-    return {name: value * theirs / ours for name, value in ratio.items()}
-
-
 def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     """All that is measured of a model in a dtype ("tiny, float32"), by its title."""
     dtype = column.split(", ")[-1]
@@ -167,26 +161,25 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
         if trl in steps["failed"]:
             ratio = "failed"
         found[f"a step, our time / TRL's with {generator}"] = ratio
-        if generator == "transformers":
-            title = "the same for each token of a response"
-            found[title] = ratio_of_a_token(column, steps)
     found["sync, share of the step"] = arm.get("share of the sync")
 
     model = results["speed"]["models"][column]
     for (part, name), title in SPEED_TITLES.items():
         found[title] = model.get(part, {}).get(name)
+    for parts, of_parts in model.get("forward passes", {}).items():
+        found[f"padding if they are {parts}"] = of_parts["share of padding"]
+        found[f"gradient's time, {parts} / one"] = of_parts["time beside one"]
     for length, ratio in model.get("shared prompts by length", {}).items():
         title = f"gradient's time, prompts shared / not, made-up groups of {length}"
         found[title] = ratio
 
-    # The head is measured in float32 and is of no model: each column has the same.
-    vocabularies = results.get("head", {"vocabularies": {}})["vocabularies"]
-    for vocabulary, head in vocabularies.items():
-        title = f"peak memory of the head in float32, vocabulary of {vocabulary}"
+    # Columns of a dtype have the same: these heads are of made-up weights.
+    for name, head in results.get("head", {}).get(dtype, {}).items():
+        title = f"peak memory of a head as {name}'s"
         found[f"{title}, GB"] = head["bytes in chunks"] / 1e9
         found[f"{title} / all logits at once"] = head["ratio"]
         torchs = head["linear_cross_entropy"]
-        title = f"torch's linear_cross_entropy, vocabulary of {vocabulary}"
+        title = f"torch's linear_cross_entropy, head as {name}'s"
         memory, time = torchs["bytes beside chunks"], torchs["time beside chunks"]
         found[f"{title}, memory / ours for one token"] = memory
         found[f"{title}, time / ours for one token"] = time

@@ -7,6 +7,7 @@ neighbors on the machine disturb seconds more than ratios.
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,10 +76,12 @@ COPIED = 2**28  # bytes that are copied to measure the memory's rate
 # Tokens of a micro-batch by default, and of a part of it that fits all at once.
 HEAD_TOKENS = 16_384
 PART_TOKENS = 2048
-HEAD_HIDDEN = 576  # SmolLM2-135M's
-VOCABULARIES = (49_152, 151_936)
+# A vocabulary, and the hidden size that goes with it.
+HEADS = {"SmolLM2-135M": (49_152, 576), "Qwen2.5-1.5B": (151_936, 1536)}
 # About so many micro-batches has an update whose pass for e_B is measured.
 MICRO_BATCHES = 4
+# Forward passes of a minibatch, by length, that are compared with a single one.
+FORWARD_PASSES = (2, 4)
 # Where sharing a prompt stops to pay: sequences of so many tokens, prompt and group
 # together, this many tokens in all.
 SHARED_LENGTHS = (256, 512, 1024, 2048)
@@ -161,13 +164,17 @@ def measure_machine(device: str) -> dict[str, Any]:
 
 
 def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any]:
-    """Engine.sample beside vLLM that is driven directly, with the same noise.
+    """Engine.sample beside its vLLM when that is driven directly, with the same noise.
 
-    "as asked" has the same log-probabilities, and leaves out what Engine does with
-    them. "bare" asks for none. The noise is that of seed 0 for each prompt, so all
-    three sample the same responses.
+    So it tells what Engine adds to vLLM or saves, and not what its settings of vLLM
+    cost: both have those. "as asked" has the same log-probabilities, and leaves out
+    what Engine does with them. "bare" asks for none. The noise is that of seed 0 for
+    each prompt, so all three sample the same responses. The first rollouts of a process
+    are slower than later ones: vLLM compiles the count of a token's rank.
     """
     from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
 
     def direct(**more: Any) -> None:
         sampling = SamplingParams(
@@ -178,7 +185,7 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
             **more,
         )
         engine.llm.reset_prefix_cache()
-        engine.generate(prompts, sampling)
+        engine.llm.generate(asked, sampling, use_tqdm=False)
 
     def ours() -> Rollouts:
         return engine.sample(
@@ -188,15 +195,14 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
             max_tokens=cfg.max_response_tokens,
         )
 
+    as_asked = partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True)
+    first = {"ours": seconds_of(ours), "vLLM's": seconds_of(as_asked)}
     tokens = int(ours().mask.sum())
-    seconds = in_turn(
-        ROLLOUT_TURNS,
-        ours=ours,
-        as_asked=partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True),
-        bare=direct,
-    )
+    seconds = in_turn(ROLLOUT_TURNS, ours=ours, as_asked=as_asked, bare=direct)
     return {
         "tokens": tokens,
+        "seconds of the first": first["ours"],
+        "seconds of vLLM's first": first["vLLM's"],
         "tokens a second": spread([tokens / s for s in seconds["ours"]]),
         "speed beside vLLM as asked": ratios(seconds["as_asked"], seconds["ours"]),
         "speed beside vLLM bare": ratios(seconds["bare"], seconds["ours"]),
@@ -219,12 +225,11 @@ def measure_update(
     seconds = in_turn(TURNS, update=update, products=products)
     tokens = int((rollouts.prompt_length + rollouts.mask.sum(dim=1)).sum())
     read = tokens_read(policy, rollouts)
-    places = 0
+    micro_batches = []
     for rows in rows_of_minibatches(cfg, step=1, pass_number=1):
-        for chosen in rows_of_micro_batches(
+        micro_batches += rows_of_micro_batches(
             rollouts, rows, cfg.micro_batch_tokens, policy.sharing
-        ):
-            places += policy.sequences(rollouts.select(chosen)).tokens.numel()
+        )
     parameters = sum(weight.numel() for weight in policy.parameters())
     # How long the operations of the update take where they are large products.
     scale = 6 * parameters * read / products.operations
@@ -236,6 +241,7 @@ def measure_update(
         "tokens": tokens,
         "tokens read": read,
         "seconds": spread(seconds["update"]),
+        "GFLOP/s": spread([6 * parameters * read / s / 1e9 for s in seconds["update"]]),
         "GFLOP/s of the products": spread(
             [products.operations / s / 1e9 for s in seconds["products"]]
         ),
@@ -243,7 +249,7 @@ def measure_update(
         "tokens read a second": spread([read / s for s in seconds["update"]]),
         "share of the ceiling": ratios(at_best, seconds["update"]),
         "share of the ceiling, head of responses": ratios(without, seconds["update"]),
-        "share of padding": 1 - read / places,
+        "share of padding": padding(policy, rollouts, micro_batches),
         "responses that share a sequence": policy.sharing,
     }
 
@@ -421,6 +427,57 @@ def measure_compile(
     }
 
 
+def micro_batch_tokens_for(policy: Policy, rollouts: Rollouts, count: int) -> int:
+    """With which all responses as one minibatch come to about so many micro-batches."""
+    sequences, longest = policy.sequences(rollouts).tokens.shape
+    return -(-sequences // count) * longest
+
+
+def measure_forward_passes(
+    policy: Policy, rollouts: Rollouts, device: str
+) -> dict[str, Any]:
+    """The gradient of log pi_theta in several forward passes, by length, beside one.
+
+    All graphs are kept, so none is computed twice. Shorter responses are padded less,
+    and the weights are read, and their gradient is added up, more often.
+    """
+    rows = list(range(len(rollouts.text)))
+    micro_batches = {}
+    for count in (1, *FORWARD_PASSES):
+        tokens = micro_batch_tokens_for(policy, rollouts, count)
+        micro_batches[count] = rows_of_micro_batches(
+            rollouts, rows, tokens, policy.sharing
+        )
+
+    def gradient(count: int) -> None:
+        total = torch.zeros((), device=device)
+        for chosen in micro_batches[count]:
+            total = total + policy(rollouts.select(chosen, device))[0].sum()
+        total.backward()
+        policy.zero_grad()
+
+    acts = {str(count): partial(gradient, count) for count in micro_batches}
+    seconds = in_turn(TURNS, **acts)
+    found = {}
+    for count in FORWARD_PASSES:
+        found[f"about {count} forward passes by length"] = {
+            "forward passes": len(micro_batches[count]),
+            "share of padding": padding(policy, rollouts, micro_batches[count]),
+            "time beside one": ratios(seconds[str(count)], seconds["1"]),
+        }
+    return found
+
+
+def padding(
+    policy: Policy, rollouts: Rollouts, micro_batches: list[list[int]]
+) -> float:
+    """The share of the layers' places that hold no token, over all these rows."""
+    places = 0
+    for rows in micro_batches:
+        places += policy.sequences(rollouts.select(rows)).tokens.numel()
+    return 1 - tokens_read(policy, rollouts) / places
+
+
 def measure_ess_pass(
     policy: Policy, rollouts: Rollouts, cfg: Config, device: str
 ) -> dict[str, Any]:
@@ -430,12 +487,9 @@ def measure_ess_pass(
     there is no such pass.
     """
     rows = list(range(len(rollouts.text)))
-    sequences, longest = policy.sequences(rollouts).tokens.shape
-    sequences_of_each = -(-sequences // MICRO_BATCHES)
-    several = cfg.model_copy(update={"micro_batch_tokens": sequences_of_each * longest})
-    micro_batches = rows_of_micro_batches(
-        rollouts, rows, several.micro_batch_tokens, policy.sharing
-    )
+    tokens = micro_batch_tokens_for(policy, rollouts, MICRO_BATCHES)
+    several = cfg.model_copy(update={"micro_batch_tokens": tokens})
+    micro_batches = rows_of_micro_batches(rollouts, rows, tokens, policy.sharing)
 
     def pass_for_ess() -> None:
         with torch.no_grad():
@@ -453,32 +507,39 @@ def measure_ess_pass(
     }
 
 
-def profile(act: Callable[[], Any], device: str) -> dict[str, Any]:
+def profile(act: Callable[[], Any], device: str, vocabulary: int) -> dict[str, Any]:
     """Where the time of an act goes: torch's operators, by their own time.
 
-    It is done once before. On a GPU it is the GPU's time.
+    It is done once before. On a GPU it is the GPU's time. The head's products are those
+    of a matrix with as many rows or columns as the vocabulary has tokens.
     """
     act()
     on_gpu = device == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as record:
+    with torch.profiler.profile(activities=activities, record_shapes=True) as record:
         act()
-    microseconds = {}
-    calls = {}
-    for event in record.key_averages():
+    microseconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    in_head = 0.0
+    for event in record.key_averages(group_by_input_shape=True):
         # A kernel of the GPU has a row of its own, and is in that of its operator.
         if event.device_type != torch.autograd.DeviceType.CPU:
             continue
         of_gpu, of_cpu = event.self_device_time_total, event.self_cpu_time_total
-        microseconds[event.key] = of_gpu if on_gpu else of_cpu
-        calls[event.key] = event.count
+        own = of_gpu if on_gpu else of_cpu
+        microseconds[event.key] += own
+        calls[event.key] += event.count
+        is_of_head = any(vocabulary in shape for shape in event.input_shapes)
+        if event.key in PRODUCT_OPERATORS and is_of_head:
+            in_head += own
     total = sum(microseconds.values())
-    in_products = sum(microseconds.get(name, 0) for name in PRODUCT_OPERATORS)
+    in_products = sum(microseconds[name] for name in PRODUCT_OPERATORS)
     longest = sorted(microseconds, key=microseconds.__getitem__, reverse=True)
     return {
         "share outside of products": 1 - in_products / total,
+        "share in the head's products": in_head / total,
         "operators": [
             {
                 "operator": name,
@@ -490,51 +551,65 @@ def profile(act: Callable[[], Any], device: str) -> dict[str, Any]:
     }
 
 
-def measure_head(vocabulary: int) -> dict[str, Any]:
-    """Memory and time of log pi_theta with its gradient: in chunks, and otherwise.
+def measure_head(vocabulary: int, hidden_size: int, dtype: str) -> dict[str, Any]:
+    """Memory and time of log pi_theta with its gradients: in chunks, and otherwise.
 
-    All at once is measured for PART_TOKENS and scaled to HEAD_TOKENS: all that it holds
-    is of size tokens x vocabulary, but for the gradient of the head, which is left out.
-    torch's linear_cross_entropy knows the sampled token alone. It has the same chunks,
-    and beside it ours have that one token too. On the CPU always: the bytes are those
-    of any device.
+    Weights and hidden states are in `dtype`, logits in float32; the gradient of the
+    head counts, and so does its copy in float32. All logits at once were too many for
+    the memory: they are measured for two numbers of tokens, and HEAD_TOKENS lies on the
+    line through these. torch's linear_cross_entropy knows the sampled token alone. It
+    has the same chunks, and beside it ours have that one token too. On the CPU always:
+    the bytes are those of any device.
     """
-    head = torch.randn(vocabulary, HEAD_HIDDEN, requires_grad=True)
-    head.grad = torch.zeros_like(head)
-    hidden = torch.randn(HEAD_TOKENS, HEAD_HIDDEN, requires_grad=True)
+    options = {"dtype": getattr(torch, dtype), "requires_grad": True}
+    head = torch.randn(vocabulary, hidden_size, **options)
+    hidden = torch.randn(HEAD_TOKENS, hidden_size, **options)
     tokens = torch.randint(vocabulary, (HEAD_TOKENS, 1 + LISTED))
 
     def in_chunks(count: int, columns: int) -> None:
-        chunks = zip(
+        """As Policy.forward, for the first `count` positions and `columns` tokens."""
+        float_head = head.float()
+        logps = []
+        for of_chunk, tokens_of_chunk in zip(
             hidden[:count].split(CHUNK),
             tokens[:count, :columns].split(CHUNK),
             strict=True,
-        )
-        logp = [
-            torch.utils.checkpoint.checkpoint(
-                chunk_log_probabilities, h, head, 1.0, t, use_reentrant=False
+        ):
+            logp = torch.utils.checkpoint.checkpoint(
+                chunk_log_probabilities,
+                of_chunk,
+                float_head,
+                1.0,
+                tokens_of_chunk,
+                use_reentrant=False,
             )
-            for h, t in chunks
-        ]
-        torch.cat(logp).sum().backward()
+            logps.append(logp)
+        torch.cat(logps).sum().backward()
+        head.grad = hidden.grad = None
 
-    def at_once() -> None:
-        logits = hidden[:PART_TOKENS] @ head.detach().T
-        logp = logits.log_softmax(dim=-1).gather(1, tokens[:PART_TOKENS])
+    def at_once(count: int) -> None:
+        logp = chunk_log_probabilities(
+            hidden[:count], head.float(), 1.0, tokens[:count]
+        )
         logp.sum().backward()
+        head.grad = hidden.grad = None
 
     def by_torch(count: int) -> None:
         negative_logp = linear_cross_entropy(
-            hidden[:count],
-            head,
+            hidden[:count].float(),
+            head.float(),
             tokens[:count, 0],
             reduction="none",
             options=LinearCrossEntropyOptions(batch_chunk_size=CHUNK),
         )
         negative_logp.sum().backward()
+        head.grad = hidden.grad = None
 
     chunked = peak_bytes(partial(in_chunks, HEAD_TOKENS, 1 + LISTED))
-    whole = peak_bytes(at_once) * HEAD_TOKENS / PART_TOKENS
+    of_part = peak_bytes(partial(at_once, PART_TOKENS))
+    of_two_parts = peak_bytes(partial(at_once, 2 * PART_TOKENS))
+    parts = HEAD_TOKENS / PART_TOKENS
+    whole = of_part + (parts - 1) * (of_two_parts - of_part)
     sampled_alone = peak_bytes(partial(in_chunks, HEAD_TOKENS, 1))
     torchs = peak_bytes(partial(by_torch, HEAD_TOKENS))
     seconds = in_turn(
@@ -544,6 +619,7 @@ def measure_head(vocabulary: int) -> dict[str, Any]:
     )
     return {
         "tokens": HEAD_TOKENS,
+        "hidden size": hidden_size,
         "chunk": CHUNK,
         "bytes in chunks": chunked,
         "bytes at once": whole,
@@ -594,14 +670,16 @@ def measure_speed(
     device = mesh.device_type
     policy, engine, rollouts, prompts = first_step(cfg, mesh, engines)
     compiled = build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=policy.sharing)
+    vocabulary = policy.model.config.vocab_size
     measured = {
         "rollout": measure_rollout(engine, cfg, prompts),
         "update": measure_update(policy, rollouts, cfg, device),
         "sync": measure_sync(policy, engine, cfg.dtype),
         "torch.compile": measure_compile(policy, compiled, rollouts, cfg),
         "pass for e_B": measure_ess_pass(policy, rollouts, cfg, device),
-        "profile": profile(update_of(policy, rollouts, cfg), device),
-        "profile of the sync": profile(sync_of(policy, engine), device),
+        "forward passes": measure_forward_passes(policy, rollouts, device),
+        "profile": profile(update_of(policy, rollouts, cfg), device, vocabulary),
+        "profile of the sync": profile(sync_of(policy, engine), device, vocabulary),
     }
     if can_share_prompts(policy.model):
         measured["shared prompts"] = measure_sharing(policy, rollouts, cfg)

@@ -31,7 +31,7 @@ from train import Config, problems_of_step
 ROOT = Path(__file__).resolve().parents[1]
 TRL_STEP = ROOT / "experiments/trl_step.py"
 REPEATS = 3
-# Steps that are not counted: they compile.
+# Steps that are not counted: what is done once is in them.
 WARM_UP = 2
 # Steps that are counted, of the embedded default and of a pretrained model: one in
 # PROBE_EVERY has the probe of the sync.
@@ -250,6 +250,7 @@ def measure_steps(model: str, trl: bool) -> dict[str, Any]:
         if name in failed:
             continue
         found["arms"][name] = summary(of_arm)
+        # The median: the one step in PROBE_EVERY that has the probe does not count.
         seconds[name] = [statistics.median(run["seconds"]) for run in of_arm]
     beside_trl = pairs_beside_trl(list(seconds), Path(model).name)
     found["ratios"] = compare(seconds, SCALING | MALLOC | beside_trl)

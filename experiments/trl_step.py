@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,6 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-# Logits of a forward pass, at most. TRL has those of all its positions at once: 8 GB in
-# float32.
-LOGITS = 2**31
 
 
 class TimedTrainer(GRPOTrainer):
@@ -60,6 +57,19 @@ class Printer(TrainerCallback):
             )
 
 
+def reload(trainer: GRPOTrainer) -> None:
+    """A sync of the weights into TRL's vLLM, as rollout.Engine has it.
+
+    TRL 1.16 calls load_weights of vLLM's model. On a CPU vLLM has packed the weights of
+    its layers by then and dropped those that load_weights would fill: AttributeError.
+    """
+    llm = trainer.vllm_generation.llm
+    weights = trainer.model.named_parameters(remove_duplicate=False)
+    copies = ((name, weight.detach().clone()) for name, weight in weights)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+    llm.reset_prefix_cache()
+
+
 def every_other_is_right(completions: list, **columns: Any) -> list[float]:
     return [float(place % 2) for place in range(len(completions))]
 
@@ -68,13 +78,6 @@ def chats_of(file: str) -> list[dict]:
     """The prompts as TRL takes them."""
     prompts = json.loads(Path(file).read_text())
     return [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
-
-
-def responses_at_once(vocabulary: int, responses: int, max_tokens: int) -> int:
-    """Responses of a forward pass: all of them, or as many halvings as LOGITS needs."""
-    while responses * max_tokens * vocabulary > LOGITS and responses % 2 == 0:
-        responses //= 2
-    return responses
 
 
 def main(
@@ -87,16 +90,14 @@ def main(
     dtype: str,
     generator: str,
 ) -> None:
-    responses = prompts * group_size
     config = AutoConfig.from_pretrained(model)
-    rows = responses_at_once(config.vocab_size, responses, max_tokens)
     printer = Printer()
     trainer = TimedTrainer(
         model=model,
         args=GRPOConfig(
             output_dir="runs/trl",
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=responses // rows,
+            # In one forward pass. TRL never has all logits at once.
+            per_device_train_batch_size=prompts * group_size,
             num_generations=group_size,
             max_completion_length=max_tokens,
             max_steps=steps,
@@ -120,6 +121,8 @@ def main(
         callbacks=[printer],
     )
     printer.trainer = trainer
+    if generator == "vllm" and not torch.cuda.is_available():
+        trainer.vllm_generation.sync_weights = partial(reload, trainer)
     trainer.train()
 
 

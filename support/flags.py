@@ -153,9 +153,12 @@ def find_objective(
     for parameter, given_value in given.items():
         try:
             value = type(values[parameter])(given_value)
+            # int would cut a fraction off, and any word is True.
+            if value != given_value:
+                raise ValueError(f"{given_value} would become {value}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is not a finite number")
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, OverflowError) as error:
             takes = ", ".join(f"{k}={v}" for k, v in objective.hyper_parameters.items())
             raise Refused(
                 f"objective_args has {parameter}={given_value}: "

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from support.checkpoints import write_whole
 from support.flags import Refused
 from support.prompts import Split
 
@@ -70,7 +71,7 @@ def begin_or_resume(path: Path, settings: dict[str, Any]) -> dict[str, list[int]
     correct: dict[str, list[int]] = {task: [] for task in settings["benchmarks"]}
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings) + "\n")
+        write_whole(path, json.dumps(settings) + "\n")
         return correct
     # A kill may have cut the last line.
     whole = path.read_bytes().rpartition(b"\n")[0] + b"\n"

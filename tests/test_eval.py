@@ -421,6 +421,21 @@ def test_other_weights_and_other_problems_under_the_same_name_are_other_settings
     assert settings(**fields)["benchmarks"] != before["benchmarks"]
 
 
+def test_a_file_whose_settings_could_not_be_written_is_not_begun(tmp_path, monkeypatch):
+    path = tmp_path / "problems.jsonl"
+
+    def disk_is_full(self, *arguments):
+        self.touch()
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", disk_is_full)
+        with pytest.raises(OSError, match="no space"):
+            begin_or_resume(path, settings())
+    assert not path.exists()
+    assert begin_or_resume(path, settings()) == {"tiny": []}
+
+
 def test_a_line_torn_by_a_kill_is_sampled_again(tmp_path):
     path = tmp_path / "problems.jsonl"
     begin_or_resume(path, settings())

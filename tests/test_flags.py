@@ -1,5 +1,7 @@
 """Flags and recipes: what they are taken for, and what is refused in one sentence."""
 
+from dataclasses import replace
+
 import pytest
 from conftest import ROOT
 
@@ -191,6 +193,22 @@ def test_objective_args_that_name_nothing_are_refused(text, recipe):
 def test_a_hyper_parameter_that_is_a_list_is_refused(recipe):
     sentence = refusal(recipe("objective_args: {eps: [1]}\n"))
     assert sentence.startswith("objective_args.eps")
+
+
+@pytest.mark.parametrize(
+    "default, given, value",
+    [(1, "3", 3), (1, "1.5", None), (1, "inf", None), (True, "false", None)],
+)
+def test_a_hyper_parameter_is_used_as_it_was_given_or_refused(default, given, value):
+    # int(1.5) would be 1, and bool("false") True.
+    objective = replace(OBJECTIVES["grpo"], hyper_parameters={"cap": default})
+    cfg = parse_flags(Config, ["--objective_args", f"cap={given}"])
+    if value is None:
+        with pytest.raises(Refused, match=f"takes cap={default}"):
+            find_objective({"own": objective}, "own", cfg.objective_args)
+    else:
+        found = find_objective({"own": objective}, "own", cfg.objective_args)
+        assert found.hyper_parameters == {"cap": value}
 
 
 @pytest.mark.parametrize("value", ["wide", "inf", "nan"])

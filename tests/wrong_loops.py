@@ -415,26 +415,26 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the likeliest token's log pi_b": Mistake(
         rollout.Engine.as_rollouts,
-        "logp_behavior.append(logp[:, 0])",
-        "logp_behavior.append(logp[:, 1])",
+        "padded(all_logp[:, 0], mask)",
+        "padded(all_logp[:, 1], mask)",
         [AGREE],
     ),
     "top tokens of another position": Mistake(
         rollout.Engine.as_rollouts,
-        "top_tokens.append(listed_tokens[:, 1:])",
-        "top_tokens.append(listed_tokens.roll(1, dims=0)[:, 1:])",
+        "padded(all_tokens[:, 1:], mask)",
+        "padded(all_tokens[:, 1:].roll(1, dims=0), mask)",
         [TOP_TOKENS],
     ),
     "the sampled token for the likeliest one": Mistake(
         rollout.Engine.as_rollouts,
-        "top_tokens.append(listed_tokens[:, 1:])",
-        "top_tokens.append(listed_tokens[:, :-1])",
+        "padded(all_tokens[:, 1:], mask)",
+        "padded(all_tokens[:, :-1], mask)",
         [TOP_TOKENS],
     ),
     "the end of sequence left out of the mask": Mistake(
         rollout.Engine.as_rollouts,
-        "mask.append(torch.ones(len(ids), dtype=torch.bool))",
-        "mask.append(torch.arange(len(ids)) < max(1, len(ids) - 1))",
+        "mask=mask,",
+        "mask=t < (response_length[:, None] - 1).clamp(min=1),",
         [
             "test_rollout."
             "test_the_end_of_sequence_token_is_part_of_the_response_and_truncated_ones_"
