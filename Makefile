@@ -1,7 +1,7 @@
 # make train       set up .venv (once), train the embedded policy: 2 minutes on two cores
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
-# make reproduce   a reduced grid of the paper's experiments, with its figures: 25 minutes
+# make reproduce   a reduced grid of the laboratory, with its figures: 25 minutes
 # make bench       the benchmark of the embedded policy, into runs/bench.md
 # make gpu-check   mismatch, memory, speed and a run on this machine's GPU; nothing on a CPU
 # make lint        ruff
