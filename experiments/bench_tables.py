@@ -178,11 +178,11 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
         title = f"peak memory of a head as {name}'s"
         found[f"{title}, GB"] = head["bytes in chunks"] / 1e9
         found[f"{title} / all logits at once"] = head["ratio"]
-        torchs = head["linear_cross_entropy"]
+        torchs = head.get("linear_cross_entropy", {})
         title = f"torch's linear_cross_entropy, head as {name}'s"
-        memory, time = torchs["bytes beside chunks"], torchs["time beside chunks"]
-        found[f"{title}, memory / ours for one token"] = memory
-        found[f"{title}, time / ours for one token"] = time
+        for quantity, key in (("memory", "bytes"), ("time", "time")):
+            value = torchs.get(f"{key} beside chunks")
+            found[f"{title}, {quantity} / ours for one token"] = value
 
     of_threads = results.get("threads", {"models": {}})["models"].get(column, {})
     for phase in ("rollout", "gradient"):

@@ -77,8 +77,10 @@ def decode_seconds(
     """
     kv_bytes = kv_bytes_per_token(model, 2)
     prompt = cfg.max_prompt_tokens or PROMPT
-    # vLLM gives a sequence the memory that it needs, so the mean length decides.
-    fit = int(cfg.kv_cache_gb * 2**30 / ((prompt + cfg.response_tokens) * kv_bytes))
+    # vLLM gives a sequence the memory that it needs. Those that are decoded at the same
+    # time are halfway through on average.
+    cached = prompt + cfg.response_tokens / 2
+    fit = int(cfg.kv_cache_gb * 2**30 / (cached * kv_bytes))
     together = min(rows, cfg.max_num_seqs, fit)
     rounds = rows / together
     # A full round takes a mean response, and the last one the longest.
@@ -86,8 +88,6 @@ def decode_seconds(
     weight_bytes = 2 * sizes.total
     if cfg.rollout_quantization != "none":
         weight_bytes -= sizes.linear
-    # Halfway through, a sequence has half of its response in the cache.
-    cached = prompt + cfg.response_tokens / 2
     step_bytes = weight_bytes + together * cached * kv_bytes
     by_memory = step_bytes / (MEMORY * cfg.share_of_memory)
     by_products = 2 * sizes.total * together / (PRODUCTS * cfg.share_of_products)
