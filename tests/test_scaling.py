@@ -39,15 +39,20 @@ def test_an_update_on_one_node_by_hand(paper_recipe, qwen):
 
 def test_the_longest_response_sets_the_rollout_of_many_nodes(paper_recipe, qwen):
     # On 8 nodes a rank has 24 responses. A token's cache has 36 layers x 2 x 8 heads x
-    # 128 elements of 2 bytes, 147,456, so 24 GB hold 18 responses of 1,024 + 8,192
-    # tokens. The first third of a round takes a third of 8,192 steps, and the last
-    # round 16,384. A step reads the weights, of which 3.63e9 of 4.02e9 are in linear
-    # layers, a byte each, and the cache of 18 sequences that are half done.
-    steps = (24 / 18 - 1) * 8192 + 16_384
+    # 128 elements of 2 bytes, 147,456, so 24 GB hold 34 sequences that are half done,
+    # with 1,024 + 4,096 tokens: all 24 are decoded at the same time, until the longest
+    # has 16,384 tokens. A step reads the weights, of which 3.63e9 of 4.02e9 are in
+    # linear layers, a byte each, and the cache of the 24.
     weights = 2 * 4_022_468_096 - 3_633_315_840
-    cache = 18 * 5120 * 147_456
-    seconds = steps * (weights + cache) / (0.6 * 3.35e12)
+    cache = 24 * 5120 * 147_456
+    seconds = 16_384 * (weights + cache) / (0.6 * 3.35e12)
     assert step_on(paper_recipe, qwen, nodes=8).rollout == pytest.approx(seconds)
+    # On one node it has 144: 34 at the same time are 4.2 rounds. All but the last take
+    # the mean response of 8,192 steps.
+    steps = (144 / 34 - 1) * 8192 + 16_384
+    cache = 34 * 5120 * 147_456
+    seconds = steps * (weights + cache) / (0.6 * 3.35e12)
+    assert step_on(paper_recipe, qwen, nodes=1).rollout == pytest.approx(seconds)
 
 
 def test_nothing_crosses_the_network_on_one_node(paper_recipe, qwen):
