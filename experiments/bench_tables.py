@@ -105,23 +105,37 @@ def cell(value: Value) -> str:
     return f"{median} [{least}, {most}]"
 
 
-def table_of_all(results: dict[str, Any]) -> str:
-    """A row for each quantity, with its goal, and a column for each model and dtype.
+def columns_of(results: dict[str, Any]) -> dict[str, dict[str, Value]]:
+    """What was measured by its title, of each model and dtype."""
+    return {name: numbers_of(name, results) for name in results["speed"]["models"]}
+
+
+def table_of_goals(results: dict[str, Any]) -> str:
+    """A row for each goal, and a column for each model and dtype.
 
     A cell is bold if its median falls short of the goal.
     """
-    columns = {name: numbers_of(name, results) for name in results["speed"]["models"]}
+    columns = columns_of(results)
     lines = [["", "goal", *columns]]
+    for title, (side, bound) in GOALS.items():
+        line = [title, f"{side} {format_number(bound)}"]
+        for found in columns.values():
+            text = cell(found.get(title))
+            is_short = falls_short(found.get(title), side, bound)
+            line.append(f"**{text}**" if is_short else text)
+        lines.append(line)
+    return table(lines)
+
+
+def table_of_numbers(results: dict[str, Any]) -> str:
+    """A row for each quantity that has no goal, likewise."""
+    columns = columns_of(results)
+    lines = [["", *columns]]
     for title in next(iter(columns.values())):
         values = [found[title] for found in columns.values()]
-        if all(value is None for value in values):
-            continue
-        side, bound = GOALS.get(title, ("", 0.0))
-        line = [title, f"{side} {format_number(bound)}" if side else ""]
-        for value in values:
-            text = cell(value)
-            line.append(f"**{text}**" if falls_short(value, side, bound) else text)
-        lines.append(line)
+        is_measured = any(value is not None for value in values)
+        if is_measured and title not in GOALS:
+            lines.append([title, *(cell(value) for value in values)])
     return table(lines)
 
 
@@ -249,7 +263,7 @@ def made_by(results: dict[str, Any]) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """All of it as a page: one table, and what stands behind its steps and updates."""
+    """All of it as a page: the goals, and what stands behind them."""
     sections = ["# The benchmark", made_by(results)]
     if "speed" in results:
         sections += [
@@ -258,7 +272,9 @@ def report(results: dict[str, Any]) -> str:
             f"{ROLLOUT_TURNS} turns, threads in {THREAD_TURNS}, the KL's cost in "
             f"{KL_TURNS['tiny']} (tiny) and {KL_TURNS['pretrained']}, and whole steps "
             f"as said below; all else in {TURNS}.",
-            table_of_all(results),
+            table_of_goals(results),
+            "## Without a goal",
+            table_of_numbers(results),
         ]
     for part in (STEPS_OF_TINY, STEPS_OF_MODEL):
         if part not in results:
