@@ -315,8 +315,10 @@ class Engine:
                 # likely ones. numpy reads a list five times as fast as torch does.
                 shape = (len(ids), 1 + self.top_logprobs)
                 listed = response.logprobs
-                listed_tokens.append(np.reshape(listed.token_ids, shape))
-                listed_logp.append(np.reshape(listed.logprobs, shape))
+                token_ids = np.array(listed.token_ids, dtype=np.int64)
+                listed_tokens.append(token_ids.reshape(shape))
+                logp = np.array(listed.logprobs, dtype=np.float32)
+                listed_logp.append(logp.reshape(shape))
                 truncated.append(response.finish_reason == "length")
                 versions.update(span.version for span in response.weight_versions)
         response_length = torch.tensor([len(ids) for ids in responses])
@@ -324,7 +326,7 @@ class Engine:
         mask = t < response_length[:, None]  # [N, T]
         # [M, 1 + K] each, for M response tokens
         all_tokens = torch.from_numpy(np.concatenate(listed_tokens))
-        all_logp = torch.from_numpy(np.concatenate(listed_logp)).float()
+        all_logp = torch.from_numpy(np.concatenate(listed_logp))
         return Rollouts(
             tokens=pad_sequence(tokens, batch_first=True),
             prompt_length=torch.tensor(prompt_length),

@@ -9,7 +9,7 @@ two cores SmolLM2 (its folder is made by experiments/smollm2.py), and TRL's GRPO
 beside them (pip install trl==1.16.0 accelerate==1.15.0). What is compared runs in turn,
 and a ratio is the median of those of each turn: neighbors on the machine disturb it
 less than seconds. The results go to --out, where a part that did not run stays as it
-was, and as one table, with what stands behind it, to a .md file beside it.
+was, and as tables to a .md file beside it.
 """
 
 import json
@@ -216,7 +216,7 @@ def configs_of(model: str, device: str) -> dict[str, Config]:
 
 
 def heads() -> dict[str, Any]:
-    """The memory and time of the head, by the model that has one of this size."""
+    """The memory and time of the head by dtype, and by the model that has its size."""
     return {
         dtype: {name: measure_head(*sizes, dtype) for name, sizes in HEADS.items()}
         for dtype in ("float32", "bfloat16")

@@ -37,9 +37,6 @@ SPEED_TITLES = {
     "driven directly",
     ("rollout", "speed beside vLLM bare"): "rollout, our speed / vLLM's without "
     "log-probabilities",
-    ("rollout", "seconds of the first"): "the first rollout, s",
-    ("rollout", "seconds of vLLM's first"): "the first that vLLM is asked for "
-    "directly, after it, s",
     ("update", "tokens a second"): "update, tokens a second, each response with its "
     "prompt",
     ("update", "tokens read a second"): "update, tokens a second, a shared prompt once",
@@ -79,8 +76,14 @@ GOALS = {
         "at most",
         1 / 3,
     ),
-    "peak memory of a head as SmolLM2-135M's / all logits at once": ("at most", 0.125),
-    "peak memory of a head as Qwen2.5-1.5B's / all logits at once": ("at most", 0.125),
+    "peak memory of a head of SmolLM2-135M's size / all logits at once": (
+        "at most",
+        1 / 8,
+    ),
+    "peak memory of a head of Qwen2.5-1.5B's size / all logits at once": (
+        "at most",
+        1 / 8,
+    ),
 }
 
 
@@ -131,8 +134,10 @@ def table_of_numbers(results: dict[str, Any]) -> str:
     """A row for each quantity that has no goal, likewise."""
     columns = columns_of(results)
     lines = [["", *columns]]
-    for title in next(iter(columns.values())):
-        values = [found[title] for found in columns.values()]
+    # A column may lack a row of another: not every model can share prompts.
+    titles = dict.fromkeys(title for found in columns.values() for title in found)
+    for title in titles:
+        values = [found.get(title) for found in columns.values()]
         is_measured = any(value is not None for value in values)
         if is_measured and title not in GOALS:
             lines.append([title, *(cell(value) for value in values)])
@@ -181,22 +186,22 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     for (part, name), title in SPEED_TITLES.items():
         found[title] = model.get(part, {}).get(name)
     for parts, of_parts in model.get("forward passes", {}).items():
-        found[f"padding if they are {parts}"] = of_parts["share of padding"]
-        found[f"gradient's time, {parts} / one"] = of_parts["time beside one"]
+        found[f"gradient's time, {parts} / a single one"] = of_parts["time beside one"]
+        found[f"padding, share of the places in {parts}"] = of_parts["share of padding"]
     for length, ratio in model.get("shared prompts by length", {}).items():
         title = f"gradient's time, prompts shared / not, made-up groups of {length}"
         found[title] = ratio
 
     # Columns of a dtype have the same: these heads are of made-up weights.
     for name, head in results.get("head", {}).get(dtype, {}).items():
-        title = f"peak memory of a head as {name}'s"
+        title = f"peak memory of a head of {name}'s size"
         found[f"{title}, GB"] = head["bytes in chunks"] / 1e9
         found[f"{title} / all logits at once"] = head["ratio"]
         torchs = head.get("linear_cross_entropy", {})
-        title = f"torch's linear_cross_entropy, head as {name}'s"
+        title = f"torch's linear_cross_entropy, a head of {name}'s size"
         for quantity, key in (("memory", "bytes"), ("time", "time")):
             value = torchs.get(f"{key} beside chunks")
-            found[f"{title}, {quantity} / ours for one token"] = value
+            found[f"{title}, {quantity} / ours for the sampled token"] = value
 
     of_threads = results.get("threads", {"models": {}})["models"].get(column, {})
     for phase in ("rollout", "gradient"):

@@ -73,10 +73,11 @@ SIZES = {
 MATRIX = {"cpu": 2048, "cuda": 8192}
 PRODUCTS = 10
 COPIED = 2**28  # bytes that are copied to measure the memory's rate
-# Tokens of a micro-batch by default, and of a part of it that fits all at once.
+# Tokens of a micro-batch by default, and of a part of it. All logits of twice the part
+# fit into memory at once: with the larger head they take 9 GB.
 HEAD_TOKENS = 16_384
 PART_TOKENS = 2048
-# A vocabulary, and the hidden size that goes with it.
+# The vocabulary of a model, and its hidden size.
 HEADS = {"SmolLM2-135M": (49_152, 576), "Qwen2.5-1.5B": (151_936, 1536)}
 # About so many micro-batches has an update whose pass for e_B is measured.
 MICRO_BATCHES = 4
@@ -169,8 +170,9 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
     So it tells what Engine adds to vLLM or saves, and not what its settings of vLLM
     cost: both have those. "as asked" has the same log-probabilities, and leaves out
     what Engine does with them. "bare" asks for none. The noise is that of seed 0 for
-    each prompt, so all three sample the same responses. The first rollouts of a process
-    are slower than later ones: vLLM compiles the count of a token's rank.
+    each prompt, so all three sample the same responses. That vLLM compiles the count of
+    token ranks, and Engine has it computed without (Engine.generate), makes a
+    difference in the turn that does not count, and little in the others.
     """
     from vllm import SamplingParams
 
@@ -196,13 +198,10 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
         )
 
     as_asked = partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True)
-    first = {"ours": seconds_of(ours), "vLLM's": seconds_of(as_asked)}
     tokens = int(ours().mask.sum())
     seconds = in_turn(ROLLOUT_TURNS, ours=ours, as_asked=as_asked, bare=direct)
     return {
         "tokens": tokens,
-        "seconds of the first": first["ours"],
-        "seconds of vLLM's first": first["vLLM's"],
         "tokens a second": spread([tokens / s for s in seconds["ours"]]),
         "speed beside vLLM as asked": ratios(seconds["as_asked"], seconds["ours"]),
         "speed beside vLLM bare": ratios(seconds["bare"], seconds["ours"]),
@@ -535,7 +534,7 @@ def profile(act: Callable[[], Any], device: str, vocabulary: int) -> dict[str, A
         if event.key in PRODUCT_OPERATORS and is_of_head:
             in_head += own
     total = sum(microseconds.values())
-    in_products = sum(microseconds[name] for name in PRODUCT_OPERATORS)
+    in_products = sum(microseconds.get(name, 0.0) for name in PRODUCT_OPERATORS)
     longest = sorted(microseconds, key=microseconds.__getitem__, reverse=True)
     return {
         "share outside of products": 1 - in_products / total,
@@ -618,8 +617,8 @@ def measure_head(vocabulary: int, hidden_size: int, dtype: str) -> dict[str, Any
         "bytes at once": whole,
         "ratio": chunked / whole,
     }
-    # It computes in the dtype of the head, which is ours in float32 alone. It knows the
-    # sampled token alone, so ours have that one token here too.
+    # torch's function computes in the dtype of the head, as ours do in float32 alone.
+    # It knows the sampled token alone, so ours have that one token here too.
     if dtype == "float32":
         ours = partial(in_chunks, PART_TOKENS, 1)
         seconds = in_turn(TURNS, ours=ours, torchs=by_torch)

@@ -144,9 +144,9 @@ def prompts_of_run(cfg: Config, steps: int) -> list[str]:
 
 
 def run_trl(counted: int, settings: dict[str, Any], generator: str) -> dict[str, Any]:
-    """The seconds of each step of TRL's GRPOTrainer, with the settings of train.py.
+    """The seconds of each step of TRL's GRPOTrainer, and of its rollout and sync.
 
-    And of its rollout. `generator` is transformers or vllm.
+    It has the settings of train.py. `generator` is transformers or vllm.
     """
     cfg = Config(**settings)
     # As many steps as train.py has, so that the last one is left out here too.
@@ -158,13 +158,23 @@ def run_trl(counted: int, settings: dict[str, Any], generator: str) -> dict[str,
         command = [sys.executable, str(TRL_STEP), cfg.model, str(file)]
         command += [*map(str, sizes), cfg.dtype, generator]
         lines = lines_of(command)
-    # step 1 tokens 34.5 rollout 0.5
-    words = [line.split() for _, line in lines[WARM_UP:-1]]
+    return trl_steps(lines)
+
+
+def trl_steps(lines: list[tuple[float, str]]) -> dict[str, Any]:
+    """What trl_step.py's lines, with their times, tell of the steps that are counted.
+
+    Such as "step 1 tokens 34.5 rollout 0.5 sync 0.1"; the first line is of step 1.
+    """
+    counted = [line.split() for _, line in lines[WARM_UP:-1]]
+    steps = [dict(zip(words[::2], words[1::2], strict=True)) for words in counted]
     return {
-        # The first line is of step 1.
         "seconds": seconds_between(lines)[WARM_UP - 1 : -1],
-        "rollout": [float(seconds) for *_, seconds in words],
-        "tokens of a response": statistics.mean(float(line[3]) for line in words),
+        "rollout": [float(step["rollout"]) for step in steps],
+        "sync": [float(step["sync"]) for step in steps],
+        "tokens of a response": statistics.mean(
+            float(step["tokens"]) for step in steps
+        ),
     }
 
 
@@ -178,8 +188,7 @@ def arms_beside_trl(
 ) -> dict[str, Arm]:
     """train.py in both dtypes, and TRL with either of its generators in the same ones.
 
-    Both trainers have weights in float32, and compute and generate in the dtype. vLLM
-    under TRL has that of the model's folder.
+    Both trainers have weights in float32, and compute and generate in the dtype.
     """
     arms: dict[str, Arm] = {}
     for dtype in ("float32", "bfloat16"):

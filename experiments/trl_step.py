@@ -5,15 +5,16 @@
 
 It needs `pip install trl==1.16.0 accelerate==1.15.0`. FILE is a JSON list of prompts,
 which are used in their order, PROMPTS a step. GENERATOR is transformers or vllm, which
-then runs in the same process. The rewards are made up. A line has the mean length of
-the step's responses and the seconds that they took to generate; what the line tells
-beside is when the step ended.
+then runs in the same process, in DTYPE. The rewards are made up. A line has the mean
+length of the step's responses, and the seconds of its rollout and of its sync. When it
+is printed the step has ended.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,32 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 
 class TimedTrainer(GRPOTrainer):
-    """Knows how long its last rollout took: prompts to tokens, responses to text."""
+    """Knows the seconds of its last rollout, prompts to texts, and of its last sync."""
 
     rollout_seconds = 0.0
+    sync_seconds = 0.0  # stays 0 where transformers generates: it has no copy
 
     def _generate(self, prompts: list) -> Any:
+        self.sync_seconds = 0.0
         start = time.perf_counter()
         generated = super()._generate(prompts)
-        self.rollout_seconds = time.perf_counter() - start
+        # TRL syncs within it.
+        self.rollout_seconds = time.perf_counter() - start - self.sync_seconds
         return generated
+
+    def time_syncs(self, sync: Callable[[], None]) -> None:
+        """Have TRL's vLLM synced by `sync`, and know how long it takes."""
+
+        def timed() -> None:
+            start = time.perf_counter()
+            sync()
+            self.sync_seconds = time.perf_counter() - start
+
+        self.vllm_generation.sync_weights = timed
 
 
 class Printer(TrainerCallback):
@@ -50,22 +65,20 @@ class Printer(TrainerCallback):
     ) -> None:
         if logs and "completions/mean_length" in logs:
             tokens = logs["completions/mean_length"]
-            rollout = self.trainer.rollout_seconds
-            print(
-                f"step {state.global_step} tokens {tokens} rollout {rollout}",
-                flush=True,
-            )
+            rollout, sync = self.trainer.rollout_seconds, self.trainer.sync_seconds
+            line = f"tokens {tokens} rollout {rollout} sync {sync}"
+            print(f"step {state.global_step} {line}", flush=True)
 
 
-def reload(trainer: GRPOTrainer) -> None:
-    """A sync of the weights into TRL's vLLM, as rollout.Engine has it.
+def reload(trainer: GRPOTrainer, dtype: torch.dtype) -> None:
+    """A sync of the weights into TRL's vLLM that works on a CPU: rollout.Engine's.
 
     TRL 1.16 calls load_weights of vLLM's model. On a CPU vLLM has packed the weights of
     its layers by then and dropped those that load_weights would fill: AttributeError.
     """
     llm = trainer.vllm_generation.llm
     weights = trainer.model.named_parameters(remove_duplicate=False)
-    copies = ((name, weight.detach().clone()) for name, weight in weights)
+    copies = ((name, weight.detach().to(dtype, copy=True)) for name, weight in weights)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
     llm.reset_prefix_cache()
 
@@ -91,6 +104,9 @@ def main(
     generator: str,
 ) -> None:
     config = AutoConfig.from_pretrained(model)
+    if generator == "vllm":
+        # TRL leaves the dtype to vLLM, which would take bfloat16 for float32 weights.
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
     printer = Printer()
     trainer = TimedTrainer(
         model=model,
@@ -121,8 +137,11 @@ def main(
         callbacks=[printer],
     )
     printer.trainer = trainer
-    if generator == "vllm" and not torch.cuda.is_available():
-        trainer.vllm_generation.sync_weights = partial(reload, trainer)
+    if generator == "vllm":
+        sync = trainer.vllm_generation.sync_weights
+        if not torch.cuda.is_available():
+            sync = partial(reload, trainer, getattr(torch, dtype))
+        trainer.time_syncs(sync)
     trainer.train()
 
 

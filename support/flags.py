@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(gt=0)]
@@ -152,13 +159,11 @@ def find_objective(
     values = dict(objective.hyper_parameters)
     for parameter, given_value in given.items():
         try:
-            value = type(values[parameter])(given_value)
-            # int would cut a fraction off, and any word is True.
-            if value != given_value:
-                raise ValueError(f"{given_value} would become {value}")
+            # pydantic reads "false" as False, and does not cut 1.5 to 1.
+            value = TypeAdapter(type(values[parameter])).validate_python(given_value)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is not a finite number")
-        except (KeyError, ValueError, OverflowError) as error:
+        except (KeyError, ValueError) as error:
             takes = ", ".join(f"{k}={v}" for k, v in objective.hyper_parameters.items())
             raise Refused(
                 f"objective_args has {parameter}={given_value}: "

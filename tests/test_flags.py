@@ -197,10 +197,18 @@ def test_a_hyper_parameter_that_is_a_list_is_refused(recipe):
 
 @pytest.mark.parametrize(
     "default, given, value",
-    [(1, "3", 3), (1, "1.5", None), (1, "inf", None), (True, "false", None)],
+    [
+        (1, "3", 3),
+        (1, "1.5", None),
+        (1, "inf", None),
+        (True, "False", False),
+        (False, "1", True),
+        (True, "0.5", None),
+        ("is", "3", None),
+    ],
 )
 def test_a_hyper_parameter_is_used_as_it_was_given_or_refused(default, given, value):
-    # int(1.5) would be 1, and bool("false") True.
+    # int(1.5) would be 1, and bool("False") True.
     objective = replace(OBJECTIVES["grpo"], hyper_parameters={"cap": default})
     cfg = parse_flags(Config, ["--objective_args", f"cap={given}"])
     if value is None:
@@ -209,6 +217,7 @@ def test_a_hyper_parameter_is_used_as_it_was_given_or_refused(default, given, va
     else:
         found = find_objective({"own": objective}, "own", cfg.objective_args)
         assert found.hyper_parameters == {"cap": value}
+        assert type(found.hyper_parameters["cap"]) is type(default)
 
 
 @pytest.mark.parametrize("value", ["wide", "inf", "nan"])
