@@ -5,11 +5,11 @@
 # embedded policy: 0.64 million parameters that add two numbers column by column, and
 # that prefer to forget the carries. It takes about a minute on two CPU cores.
 #
-# 1. Sample a batch with the real engine, and check the answers.
-# 2. Measure how far off-policy it is: the ratios and e_B.
-# 3. Compute both terms of the loss, and look at the weight of every token.
-# 4. Update, and meet the same batch again as stale data.
-# 5. Meet a hot batch, sampled at temperature 1.4.
+# - Sample a batch with the real engine, and check the answers: 1 and 2.
+# - Measure how far off-policy it is: 3 and 4.
+# - Compute both terms of the loss, and look at the weight of every token: 5 and 6.
+# - Update, and meet the same batch again as stale data: 7 and 8.
+# - Meet a hot batch, sampled at temperature 1.4: 9.
 #
 # Equation numbers are those of the paper (arXiv 2605.12380). Everything that is
 # imported from this repository is what the trainer itself uses.
@@ -347,7 +347,8 @@ colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
 # %% [markdown]
 # ## What was seen
 #
-# - On a fresh batch P3O is REINFORCE with a baseline: e_B = 1, and the KL is 0.
+# - On a fresh batch P3O is REINFORCE with a baseline: e_B = 1, and the KL is 0, to
+#   rounding.
 # - e_B needs no setting. It fell by itself as the batch grew stale, and at another
 #   temperature.
 # - No token was dropped: min(rho, e_B) A is never 0 where rho and A are not.
