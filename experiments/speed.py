@@ -170,9 +170,9 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
     So it tells what Engine adds to vLLM or saves, and not what its settings of vLLM
     cost: both have those. "as asked" has the same log-probabilities, and leaves out
     what Engine does with them. "bare" asks for none. The noise is that of seed 0 for
-    each prompt, so all three sample the same responses. That vLLM compiles the count of
-    token ranks, and Engine has it computed without (Engine.generate), makes a
-    difference in the turn that does not count, and little in the others.
+    each prompt, so all three sample the same responses. vLLM compiles the count of
+    token ranks, and Engine has it computed without (Engine.generate): the compiling
+    itself falls into the turn that does not count.
     """
     from vllm import SamplingParams
 

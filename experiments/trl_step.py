@@ -57,8 +57,8 @@ class TimedTrainer(GRPOTrainer):
 class Printer(TrainerCallback):
     """A line at the end of each step, when its logs are there."""
 
-    def __init__(self) -> None:
-        self.trainer: TimedTrainer | None = None
+    def __init__(self, trainer: TimedTrainer) -> None:
+        self.trainer = trainer
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict | None = None, **more: Any
@@ -107,7 +107,6 @@ def main(
     if generator == "vllm":
         # TRL leaves the dtype to vLLM, which would take bfloat16 for float32 weights.
         vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
-    printer = Printer()
     trainer = TimedTrainer(
         model=model,
         args=GRPOConfig(
@@ -134,9 +133,8 @@ def main(
         ),
         train_dataset=Dataset.from_list(chats_of(file)),
         reward_funcs=every_other_is_right,
-        callbacks=[printer],
     )
-    printer.trainer = trainer
+    trainer.add_callback(Printer(trainer))
     if generator == "vllm":
         sync = trainer.vllm_generation.sync_weights
         if not torch.cuda.is_available():
