@@ -38,8 +38,9 @@ def dapo_loss(
     """grpo with a range that is wider above: -min(rho A, clip(rho, 1 - eps_low, 1 +
     eps_high) A).
 
-    DAPO, arXiv 2503.14476, equation 8. A token with rho > 1 + eps_high has no gradient
-    if A > 0, and the unbounded weight rho A if A < 0.
+    DAPO, arXiv 2503.14476, equation 8, without its constraint: groups whose responses
+    are all right or all wrong are not sampled again. A token with rho > 1 + eps_high
+    has no gradient if A > 0, and the unbounded weight rho A if A < 0.
     """
     _, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
     loss, cut = clipped_loss(log_ratio.exp(), advantage, eps_low, eps_high)
