@@ -29,7 +29,7 @@ from scipy.stats import binomtest
 from reward import load_task, score
 from rollout import Engine, init_distributed, noise_seeds, prompts_of_rank
 from support import results
-from support.checks import check_tensor_parallel
+from support.checks import check_tensor_parallel, lock_folder
 from support.flags import (
     Count,
     Flags,
@@ -218,6 +218,8 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
         raise Refused(
             f"greedy samples are all the same: samples is {cfg.samples}, 1 says it all"
         )
+    if cfg.top_p < 1 and not cfg.temperature:
+        raise Refused(f"top_p is {cfg.top_p}, which greedy decoding does not look at")
     if len(set(cfg.task)) < len(cfg.task):
         raise Refused(f"a task is given twice: {' '.join(cfg.task)}")
     check_tensor_parallel(cfg.rollout_tp)
@@ -253,6 +255,7 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         settings = results.settings_of(cfg.model_dump(), model, benchmarks)
         out = Path(cfg.out_dir or results.default_folder(settings))
+        lock = lock_folder(out)
         correct = results.begin_or_resume(out / "problems.jsonl", settings)
     init_distributed()
     # Rank 0's: other nodes may not see the folder, and could leave out other problems.
@@ -305,6 +308,7 @@ def main() -> None:
             out, settings, estimate(correct, cfg.samples), correct
         )
         print(f"\n{report}\n{out}: results.json, results.md, problems.jsonl")
+        lock.close()
     if engine is not None:
         engine.close()
     else:

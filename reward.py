@@ -88,7 +88,7 @@ def marked_answer(text: str) -> str:
 STYLE = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}"
 )
-SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
+SPACE = r"(?:\s|~|\\[,;:! ]|\\(?:q?quad|(?:thin|med|thick)space)(?![A-Za-z]))"
 # What may surround a number, in Markdown and in LaTeX: how it opens, and how it closes.
 SURROUNDINGS = [("**", "**"), ("__", "__"), ("`", "`"), ("\\(", "\\)"), ("$", "$")]
 NUMBER = re.compile(
@@ -102,7 +102,8 @@ NOT_IN_A_UNIT = re.compile(r"[^A-Za-z\s%°$€£'/.,;:()-]")
 # none.
 NOT_UNITS = set(
     "hundred hundreds thousand thousands million millions billion billions trillion "
-    "trillions dozen dozens k bn mn half quarter plus minus or x y n".split()
+    "trillions dozen dozens k bn mn half quarter squared cubed factorial plus minus or "
+    "x y n".split()
 )
 
 
@@ -146,39 +147,96 @@ EDGES = re.compile(r"^[$\s]+|(?:(?<!\\)[$\s]|(?<!\\right)\.)+$")
 ALONE = r"(?<![\d._^A-Za-z])"
 GROUPED_DIGITS = re.compile(rf"{ALONE}\d{{1,3}}(?:{SPACE}+\d{{3}})+(?!\d)")
 MIXED_NUMBER = re.compile(rf"{ALONE}(\d+){SPACE}+(\d+)/(\d+)(?!\d)")
-DIGITS_APART = re.compile(rf"{ALONE}[\d.]+{SPACE}+\.?\d")
+DIGITS_APART = re.compile(rf"{ALONE}[\d.]+(?:{SPACE}+\.?\d|{SPACE}*\{{\s*\d)")
+# 1{,}234, in which math_verify sees the set of 1 and 234 unless it stands alone
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))")
+# \frac 1 2
+TWO_DIGITS = re.compile(r"\\([dt]?frac|binom)\s+(\d)\s+(\d)")
+# 2(3), in which it sees the mixed number 2 + 3; the 2 may be in parentheses as well.
+OPENING = r"(?=(?:\\left\s*)?\()"
+PRODUCT = re.compile(rf"({ALONE}\d+|\(\d+\)){SPACE}*{OPENING}")
+# 4i, and \mathrm{i}: it knows the letter only where that stands alone.
+IMAGINARY = re.compile(r"(?<=\d)i(?![A-Za-z])")
+ROMAN = re.compile(r"\\(?:mathrm|text)\s*\{\s*([ie])\s*\}")
+INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
-BASE_IN_WORDS = re.compile(r"_\{?\\text\s*\{\s*(\w+)\s*\}\}?")
-NUMERAL = re.compile(r"(?<![\w.^])0*(\d+)_(?:\{\s*(\w+)\s*\}|(\d+))")
+BASE_IN_WORDS = re.compile(r"_\{?\\(?:text|mathrm|mbox)\s*\{\s*(\w+)\s*\}\}?")
+# 204_5, (204)_{5}, 1A3_{(16)}
+NUMERAL = re.compile(
+    r"(?<![\w.^])(?:\(0*(\d[\dA-F]*)\)|0*(\d[\dA-F]*))"
+    r"_(?:\{\s*\(?\s*(\w+)\s*\)?\s*\}|(\d+))"
+)
 POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-SCALE = re.compile(rf"(?<=\d){SPACE}*(\\text\s*\{{\s*)?({'|'.join(POWERS)})s?\b")
+IN_TEXT = r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{"
+SCALE = re.compile(
+    rf"(?<=\d){SPACE}*({IN_TEXT}[\s~]*)?({'|'.join(POWERS)})s?\b", re.IGNORECASE
+)
+# A unit at the end, behind a number or a formula, with its power: \text{ cm}^2.
+UNIT = re.compile(
+    rf"(?<=[\w)}}!%]){SPACE}*{IN_TEXT}([^{{}}\\]*)\}}(?:\^\{{?\d\}}?)?$", re.ASCII
+)
+# Without \text one letter, or two, may be variables: only these words are units.
+UNITS = (
+    "dollars? cents? euros? degrees? radians? units? inch(?:es)? feet foot yards? "
+    "miles? meters? metres? kilometers? centimeters? km cm mm kg grams? kilograms? "
+    "liters? litres? hours? minutes? seconds? days? weeks? months? years? mph"
+).split()
+BARE_UNIT = re.compile(
+    rf"(?<=[\d)}}%]){SPACE}*(?:(?:square|cubic)\s+)?(?:{'|'.join(UNITS)})"
+    r"(?:\^\{?\d\}?)?$"
+)
 
 
 def latex_of(text: str) -> str:
     r"""LaTeX that math_verify understands as people do.
 
     It is "" for what is ambiguous, and for more than MAX_ANSWER characters. Left alone,
-    it would read 1 2 as 1 + 2, 2 3/4 as 5/4, 204_5 as 204, 1e-7 with Euler's number,
-    and 18\text{ million} as 18.
+    it would read 1 2 as 1 + 2, 2(3) as 2 + 3, 2 3/4 as 5/4, 204_5 as 204, 1e-7 with
+    Euler's number, and 18\text{ million} as 18.
     """
     text = text.strip()
-    # EDGES, for one, takes time by the square of the length.
-    if len(text) > MAX_ANSWER:
+    # EDGES, for one, takes time by the square of the length. And math_verify looks
+    # behind this word for a formula, where it cannot read the whole.
+    if len(text) > MAX_ANSWER or "answer" in text.lower():
         return ""
     text = EDGES.sub("", text)
+    text = INNER_BOX.sub("", text)
+    text = THOUSANDS.sub("", text)
+    text = TWO_DIGITS.sub(r"\\\1{\2}{\3}", text)
     text = GROUPED_DIGITS.sub(lambda found: re.sub(SPACE, "", found[0]), text)
     text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     if DIGITS_APART.search(text):
         return ""
+    text = PRODUCT.sub(r"\1\\cdot ", text)
+    text = IMAGINARY.sub(" i", text)
+    text = ROMAN.sub(r" \1", text)
     text = SCALE.sub(
-        lambda found: f"\\cdot 10^{POWERS[found[2]]}{found[1] or ' '}", text
+        lambda found: f"\\cdot 10^{POWERS[found[2].lower()]}{found[1] or ' '}", text
     )
+    text = without_unit(text)
     text = SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
     # A numeral with its base becomes a name, which equals itself and no number.
     text = BASE_IN_WORDS.sub(r"_{\1}", text)
     return NUMERAL.sub(
-        lambda found: f"b_{{{found[1]}base{found[2] or found[3]}}}", text
+        lambda found: f"b_{{{found[1] or found[2]}base{found[3] or found[4]}}}",
+        text,
     )
+
+
+def without_unit(text: str) -> str:
+    r"""A formula without the unit at its end, as in 5\text{ cm}^2 or 5 cm.
+
+    Left as they are: \text{A}, which is all there is, and words that change the value.
+    """
+    found = UNIT.search(text)
+    if found is None:
+        return BARE_UNIT.sub("", text)
+    formula = text[: found.start()]
+    # In A \text{ or } \text{B} the last one is no unit.
+    follows_words = re.search(rf"{IN_TEXT}[^{{}}]*\}}\s*$", formula)
+    if follows_words or not is_unit(" " + found[1].replace("~", " ")):
+        return text
+    return formula
 
 
 # --- 3. Whether it is the gold answer

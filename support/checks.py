@@ -87,31 +87,35 @@ def has_foreign_config(out: Path) -> bool:
         return True
 
 
-@contextmanager
-def claim_folder(out: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Within, out_dir is this run's alone. Entering is a collective.
+def lock_folder(out: Path) -> TextIO:
+    """A lock on out_dir, for as long as the file that is returned is open.
 
-    Rank 0 holds a lock, which the system gives back when the process ends, however it
-    does, and then makes the check: since an earlier one another run may have come and
-    gone. Raises Refused where another process has the lock, and what the check raises.
+    The system gives it back when the process ends, however it does. Raises Refused
+    where another process has it, or where out_dir cannot be written to.
     """
-    locks: list[TextIO] = []
-
-    def take() -> None:
+    try:
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / "lock", "a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locks.append(lock)
-
-    try:
-        on_rank_0(take)
     except BlockingIOError as error:
         raise Refused(
-            f"{out} is being written to by another run: choose another out_dir, or "
+            f"{out} is being written to by another process: choose another out_dir, or "
             "wait until it has ended"
         ) from error
     except OSError as error:
         raise Refused(f"out_dir {out} cannot be written to: {error}") from error
+    return lock
+
+
+@contextmanager
+def claim_folder(out: Path, check: Callable[[], None]) -> Iterator[None]:
+    """Within, out_dir is this run's alone. Entering is a collective.
+
+    Rank 0 holds the lock, and then makes the check: since an earlier one another run
+    may have come and gone. Raises what these two raise.
+    """
+    locks: list[TextIO] = []
+    on_rank_0(lambda: locks.append(lock_folder(out)))
     try:
         on_rank_0(check)
         yield

@@ -34,6 +34,7 @@ those before it.
 """
 
 import collections
+import functools
 import gc
 import json
 import logging
@@ -79,7 +80,7 @@ WARM_UP = [
     ("y=2x+1", "y-2x=1", True),
     (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}", True),
     (r"90^\circ", "90", True),
-    (r"5\text{ cm}", "5", True),
+    ("R^2-r^2", "0", False),
     (r"18\%", "0.18", True),
     ("3+4i", "4i+3", True),
     (r"e^{i\pi}", "1", False),
@@ -126,11 +127,25 @@ def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
 
 def equal(gold: str, answer: str) -> bool:
     """Whether two LaTeX formulas are equal, in the opinion of math_verify."""
-    from math_verify import LatexExtractionConfig, parse, verify  # never in the trainer
+    # Never in the trainer: they take seconds to import.
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify import LatexExtractionConfig, parse, parser, verify
 
-    # Only LaTeX in a box: math_verify's other readers take any number in a text.
+    # R and r are two variables, which it would not tell apart.
+    as_written = ConversionConfig(lowercase_symbols=False)
+    parser.latex2sympy = functools.partial(latex2sympy, conversion_config=as_written)
+    # What it takes for a unit may be a variable, or all that follows a \text:
+    # reward.latex_of leaves units out.
+    normalization = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True
+    )
+    # Only LaTeX in a box: math_verify's other readers take any number in a text. Where
+    # a box cannot be read it looks behind the word "answer", which latex_of refuses.
     box = LatexExtractionConfig(
-        boxed_match_priority=0, try_extract_without_anchor=False
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+        normalization_config=normalization,
     )
     # Its own time limits are signal handlers, which cannot interrupt sympy.
     gold_readings = parse(f"\\boxed{{{gold}}}", [box], parsing_timeout=None)

@@ -34,12 +34,20 @@ def check_model(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, int]:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"no model at {model!r}: {reason}") from error
-    if config.num_attention_heads % tp:
+    text_config = config.get_text_config()  # a part of it, for images and text
+    heads = getattr(text_config, "num_attention_heads", None)
+    context = getattr(text_config, "max_position_embeddings", None)
+    if not heads or not context:
         raise ValueError(
-            f"rollout_tp is {tp}, which does not divide {model}'s "
-            f"{config.num_attention_heads} attention heads"
+            f"{model}'s config.json has no num_attention_heads or "
+            "max_position_embeddings: give a causal language model with attention"
         )
-    return tokenizer, config.max_position_embeddings
+    if heads % tp:
+        raise ValueError(
+            f"rollout_tp is {tp}, which does not divide {model}'s {heads} attention "
+            "heads"
+        )
+    return tokenizer, context
 
 
 def check_dropout(model: str) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from support.checkpoints import write_whole
 from support.flags import Refused
 from support.prompts import Split
+from support.tasks import task_of
 
 # What decides how fast an evaluation goes and where it writes. What it finds does not
 # depend on it, but for the rounding of other batches (eval.py's docstring).
@@ -51,6 +52,7 @@ def settings_of(
         settings["benchmarks"][task] = {
             "problems": len(split.problems),
             "dropped": split.dropped,
+            "verifier": task_of(task).verifier,
             "content": hashlib.sha256(content).hexdigest()[:16],
         }
     return settings
@@ -111,7 +113,7 @@ def write_report(
 ) -> str:
     """results.json and results.md, whose text is returned; `result` is an estimate."""
     content = {"settings": settings, **result, "correct": correct}
-    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(folder / "results.json", json.dumps(content, indent=1) + "\n")
     n = settings["samples"]
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if k < n] + [n]
     rows = [
@@ -137,7 +139,7 @@ def write_report(
         + "\n\n"
         + "".join(f"- {name}: {value}\n" for name, value in about.items())
     )
-    (folder / "results.md").write_text(text)
+    write_whole(folder / "results.md", text)
     return text
 
 

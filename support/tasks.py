@@ -4,10 +4,12 @@ A file may hold anything. What is not a problem with a gold answer is refused, i
 sentence that says where it stands. What counts as correct is told by reward.py.
 """
 
+import functools
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +67,11 @@ TASKS = {
 }
 
 
+@functools.cache
 def task_of(name_or_path: str) -> Task:
     """The task of that name in TASKS, or that the user's own data are.
+
+    It is found once in a process: what is edited later changes no reward of its run.
 
     Own data: a folder with train.jsonl and heldout.jsonl, a JSONL file, which is both
     splits, or a hub dataset "owner/name", with splits train and test. Their verifier
@@ -131,13 +136,19 @@ def source_of(name_or_path: str, split: str) -> Path | str:
 def read_rows(source: Path | str) -> list[Row]:
     """The problems of a source, in their order.
 
-    ValueError if it cannot be loaded, or if a row has no problem or no gold answer.
+    ValueError if it cannot be loaded, or if a row of a file has no problem or no gold
+    answer.
     """
     try:
         numbered = enumerate(fields_of(source), start=1)
+        if isinstance(source, Path):
+            return [
+                row_of(fields, where=f"{source}, line {number}")
+                for number, fields in numbered
+            ]
         # AMO-Bench marks answers that only a reader can judge; those are left out.
         return [
-            row_of(fields, where=f"{source}, line {number}")
+            hub_row_of(fields, where=f"{source}, line {number}")
             for number, fields in numbered
             if fields.get("answer_type") != "description"
         ]
@@ -197,6 +208,8 @@ def row_of(fields: dict, where: str) -> Row:
             f"{where} has no gold answer: give a text or a number as {GOLD_COLUMNS}"
         )
     gold = fields[gold_columns[0]]
+    if isinstance(gold, float) and gold.is_integer():
+        gold = int(gold)  # 24.0, as pandas writes a column of integers with a gap
     if isinstance(gold, float):
         gold = format(Decimal(repr(gold)), "f")  # 0.0000001, where str has 1e-07
     row = Row(
@@ -208,6 +221,14 @@ def row_of(fields: dict, where: str) -> Row:
     for text in (row.prompt, row.gold):
         check_characters(text, where)
     return row
+
+
+def hub_row_of(fields: dict, where: str) -> Row:
+    """The same; without them a row that reward.load_task leaves out and counts."""
+    try:
+        return row_of(fields, where)
+    except ValueError:
+        return Row(where=where, prompt="", gold="", is_solution=False)
 
 
 def is_text(value: Any) -> bool:
@@ -259,8 +280,13 @@ def encode_prompt(
         return tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
     chat = [{"role": "user", "content": text}]  # no system message: some refuse one
     return tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=False
+        chat, add_generation_prompt=True, return_dict=False, strftime_now=one_day
     )
+
+
+def one_day(date_format: str) -> str:
+    """The date that a chat template may print: the same one in every run."""
+    return datetime(2026, 1, 1).strftime(date_format)
 
 
 def prompt_text(tokenizer: Any, token_ids: list[int]) -> str:

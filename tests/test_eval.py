@@ -23,6 +23,7 @@ from launch import ENVIRONMENT
 import eval
 from eval import EvalConfig, estimate, evaluate, load_benchmarks, pass_at_k
 from reward import score
+from support.checks import lock_folder
 from support.flags import Refused, parse_flags
 from support.results import (
     append,
@@ -502,6 +503,7 @@ def test_over_long_prompts_are_refused_or_dropped_and_counted(capsys):
         ("--temperature=nan", "temperature is 'nan'"),
         ("--temperature=0 --samples=4", "greedy samples are all the same"),
         ("--top_p=0", "top_p is '0'"),
+        ("--temperature=0 --top_p=0.5", "which greedy decoding does not look at"),
         ("--top_p=1.5", "top_p is '1.5'"),
         ("--split=test", "split is 'test': input should be 'train' or 'heldout'"),
         ("--limit=-3", "limit is '-3'"),
@@ -529,6 +531,54 @@ def test_bad_input_is_one_sentence_before_the_engine_is_built(
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not out.exists()
+
+
+def test_an_evaluation_has_the_settings_that_it_was_given(group, tmp_path, monkeypatch):
+    engines, calls = [], []
+
+    def build(*given, **options):
+        engines.append((given, options))
+        return SimpleNamespace(close=lambda: None)
+
+    def recorded(engine, problems, prompts, verifier, **options):
+        calls.append(options)
+        return [0] * len(problems)
+
+    monkeypatch.setattr(eval, "init_distributed", lambda: group)
+    monkeypatch.setattr(eval, "Engine", build)
+    monkeypatch.setattr(eval, "evaluate", recorded)
+    flags = "--limit=3 --samples=2 --temperature=0.7 --top_p=0.9 --seed=5"
+    flags += " --max_response_tokens=40 --dtype=bfloat16 --kv_cache_gb=0.5"
+    flags += " --max_num_seqs=7 --chunk_responses=4 --verbose=true"
+    out = f"--out_dir={tmp_path / 'out'}"
+    monkeypatch.setattr(sys, "argv", ["eval.py", out, *flags.split()])
+    eval.main()
+    [(_, options)] = engines
+    assert options == {
+        "tp": 1,
+        "dtype": "bfloat16",
+        "kv_cache_gb": 0.5,
+        "max_num_seqs": 7,
+        "verbose": True,
+    }
+    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
+    # Two problems of two samples are a chunk of four, and then there is one left.
+    assert calls == [
+        {"samples": 2, "seed": 5, "first": 0, **sampling},
+        {"samples": 2, "seed": 5, "first": 2, **sampling},
+    ]
+
+
+def test_a_second_evaluation_into_the_same_out_dir_is_refused_while_the_first_is_there(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["eval.py", f"--out_dir={tmp_path}"])
+    monkeypatch.setattr(eval, "init_distributed", lambda: pytest.fail("too late"))
+    with lock_folder(tmp_path):
+        with pytest.raises(Refused, match="is being written to by another process"):
+            eval.main()
+    # It has written nothing there.
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize("temperature, samples", [("0", 1), ("1.0", 8)])

@@ -160,6 +160,71 @@ MATH = [
     ("18000000", r"18\text{ million dollars}", RIGHT),
     ("18000", "18 thousand", RIGHT),
     ("18", "18x", WRONG),
+    # behind the first \text other things may stand than a unit
+    (r"6\text{ red}, 5\text{ blue}", r"6\text{ red}, 99\text{ blue}", WRONG),
+    (r"6\text{ red}, 5\text{ blue}", r"6\text{ red}, 5\text{ blue}", RIGHT),
+    (r"2\mathbf{i}-3\mathbf{j}", "2", WRONG),
+    (r"2\mathrm{e}^{3}", "2", WRONG),
+    (r"2\mathrm{e}^{3}", "2e^3", RIGHT),
+    ("7", r"3+4\mathrm{i}", WRONG),
+    ("3+4i", r"3+4\mathrm{i}", RIGHT),
+    ("5", r"5\text{, else }6\text{.}", WRONG),
+    ("5", r"5\mathrm{ million}", WRONG),
+    ("5000000", r"5\text{ Million}", RIGHT),
+    ("5", r"5\text{ dozen}", WRONG),
+    ("5", r"5\text{ factorial}", WRONG),
+    (
+        r"\begin{cases} 1 & \text{if } x>0 \\ 2 & \text{if } x<0 \end{cases}",
+        r"\begin{cases} 1 & \text{if } x>0 \\ 3 & \text{if } x<0 \end{cases}",
+        WRONG,
+    ),
+    (r"A\text{ or }\text{B}", r"A\text{ or }\text{C}", WRONG),
+    (r"12\pi\text{ cm}^2", r"12\pi", RIGHT),
+    (r"\frac{1}{2}\mathrm{~kg}", "0.5", RIGHT),
+    ("5", "5 cm", RIGHT),
+    ("5", "5 square feet", RIGHT),
+    # a letter is a variable, and no unit
+    ("3t", "3", WRONG),
+    ("3t", "3t", RIGHT),
+    ("2c", "2d", WRONG),
+    ("a^2+4ab", "a^2+4", WRONG),
+    ("18", "18m", WRONG),
+    (r"5\sin t", r"5\sin h", WRONG),
+    (r"5\sin t", r"5\sin(t)", RIGHT),
+    # R and r are two variables
+    ("R^2-r^2", "0", WRONG),
+    (r"\pi(R^2-r^2)", r"\pi(R-r)(R+r)", RIGHT),
+    (r"\frac{M}{M+m}", r"\frac12", WRONG),
+    ("R+r", "2r", WRONG),
+    # a number beside a parenthesis is a product
+    ("6", "2(3)", RIGHT),
+    ("5", "2(3)", WRONG),
+    ("6", "(2)(3)", RIGHT),
+    (r"\frac{3}{2}", r"2\left(\frac34\right)", RIGHT),
+    ("2x+2", "2(x+1)", RIGHT),
+    ("3", "1{2}", WRONG),
+    ("3", r"1\thinspace 2", WRONG),
+    # i, wherever it stands
+    ("3+4i", "3+4 i", RIGHT),
+    ("2+2i", "2(1+i)", RIGHT),
+    (r"\frac{3+4i}{5}", r"\frac35+\frac45 i", RIGHT),
+    # what is judged is the whole content of the box
+    ("5", r"2\cdot\boxed{5}", WRONG),
+    ("10", r"2\cdot\boxed{5}", RIGHT),
+    ("5", "(the answer is not $5$ !", WRONG),
+    # a base in parentheses or in words, digits that are letters
+    ("204", "204_{(5)}", WRONG),
+    (r"204_{\mathrm{five}}", r"204_{\mathrm{six}}", WRONG),
+    ("1A3_{16}", "1A3_{12}", WRONG),
+    ("1A3_{16}", "1A3_{(16)}", RIGHT),
+    ("1011_2", "(1011)_2", RIGHT),
+    ("1011_2", "1011_{(2)}", RIGHT),
+    # groups of three digits within a formula, and two digits behind a command
+    (r"1234\pi", r"1{,}234\pi", RIGHT),
+    ("1234", "x=1{,}234", RIGHT),
+    (r"\frac{1234}{5}", r"\frac{1{,}234}{5}", RIGHT),
+    (r"\frac12", r"\frac 1 2", RIGHT),
+    ("10", r"\binom 5 2", RIGHT),
     # not an answer
     ("18", "", WRONG),
     ("18", "?", WRONG),
@@ -857,9 +922,13 @@ def test_task_json_says_how_the_jsonl_beside_it_is_verified(tmp_path, whole_fold
     assert without == Task(without.train, without.heldout)
     settings = '{"verifier": "exact", "instruction": null}'
     (tmp_path / "task.json").write_text(settings)
+    # The rewards of a run that is going are not changed by that.
+    assert task_of(path) is without
+    task_of.cache_clear()
     assert task_of(path).verifier == "exact" and task_of(path).instruction is None
     assert load_task(path, "train") == [{"prompt": "bc", "answer": "=x;"}]
     (tmp_path / "task.json").write_text('{"verifier": "exakt"}')
+    task_of.cache_clear()
     with pytest.raises(ValueError, match="unknown verifier 'exakt'"):
         load_task(path, "train")
 
@@ -950,10 +1019,37 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row(tmp_pat
     assert problems == [{"prompt": "1+1", "answer": "2"}]
 
 
-def test_a_gold_number_is_written_without_an_exponent(tmp_path):
-    (tmp_path / "t.jsonl").write_text('{"prompt": "x", "answer": 1e-7}\n')
+@pytest.mark.parametrize(
+    "number, gold", [("1e-7", "0.0000001"), ("24.0", "24"), ("0.50", "0.5")]
+)
+def test_a_gold_number_is_written_as_people_do(number, gold, tmp_path):
+    (tmp_path / "t.jsonl").write_text(f'{{"prompt": "x", "answer": {number}}}\n')
     problems = load_task(str(tmp_path / "t.jsonl"), "train")
-    assert problems == [{"prompt": "x", "answer": "0.0000001"}]
+    assert problems == [{"prompt": "x", "answer": gold}]
+
+
+def test_an_own_problem_is_not_left_out_for_a_mark_of_amo_bench(tmp_path):
+    row = {"prompt": "x", "answer": "2", "answer_type": "description"}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
+    assert len(load_task(str(tmp_path / "t.jsonl"), "train")) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"answer": "2"}, {"prompt": "x", "answer": None}, {"prompt": "\0"}]
+)
+def test_a_hub_row_without_a_problem_or_an_answer_has_no_gold(fields):
+    assert tasks.hub_row_of(fields, "here") == tasks.Row("here", "", "", False)
+    with pytest.raises(ValueError, match="here has no"):
+        tasks.row_of(fields, "here")
+
+
+def test_a_chat_template_that_prints_the_date_prints_the_same_one_every_day():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    tokenizer.chat_template = "{{ strftime_now('%Y%m%d') }}:"
+    token_ids = encode_prompt(tokenizer, "1+1")
+    assert token_ids == tokenizer.encode("20260101:", add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
