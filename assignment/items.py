@@ -22,6 +22,7 @@ from torch import Tensor
 from assignment.starter.toy import MicroBatch, log_probabilities, toy_loss
 from loss import (
     KL_ESTIMATORS,
+    OBJECTIVES,
     effective_sample_size,
     group_advantage,
     kl_divergence,
@@ -368,14 +369,6 @@ def ess_without_padding(draw: Draw) -> list[Question]:
 
 
 def ess_identities(draw: Draw) -> list[Question]:
-    ratio = draw.uniform(0.3, 3)
-    equal = ratio.log().expand(2, 1).clone()
-
-    def is_one(answer: Answer) -> None:
-        found = float(answer.tensor())
-        if found != 1:
-            raise Wrong(f"two equal ratios give e_B = {found!r}; expected exactly 1")
-
     log_ratio = draw.normal(0.8, 3, 5)
     factor = draw.uniform(3, 30)
     tokens = draw.integer(20, 40)
@@ -383,7 +376,7 @@ def ess_identities(draw: Draw) -> list[Question]:
     dominant[0, draw.integer(0, tokens - 1)] = 30.0
     sentence = f"one of {tokens} tokens has a ratio of e^30, the others 1: your e_B is"
     return [
-        Question("effective_sample_size", [call(equal, whole(2, 1))], is_one),
+        *[ask_equal_ratios(draw, count) for count in (2, 3, 7, 49)],
         ask_ess(
             log_ratio + factor.log(),
             whole(3, 5),
@@ -392,6 +385,22 @@ def ess_identities(draw: Draw) -> list[Question]:
         ),
         ask_ess(dominant, whole(1, tokens), sentence),
     ]
+
+
+def ask_equal_ratios(draw: Draw, count: int) -> Question:
+    """What is e_B of so many equal ratios?"""
+    log_ratio = draw.uniform(0.3, 3).log().expand(count, 1).clone()
+
+    def check(answer: Answer) -> None:
+        found = float(answer.tensor())
+        if found != 1:
+            raise Wrong(
+                f"{count} equal ratios give e_B = {found!r}; expected exactly 1. "
+                "Divided by the largest of them, they are all 1"
+            )
+
+    inputs = call(log_ratio, whole(count, 1))
+    return Question("effective_sample_size", [inputs], check)
 
 
 def ess_of_extreme_ratios(draw: Draw) -> list[Question]:
@@ -1076,7 +1085,11 @@ def advantage_of_tokens(draw: Draw) -> list[Question]:
 
 
 def whole_batch_quantities(draw: Draw) -> list[Question]:
-    """All ratios are below the cap; half the difference by A leaves the KL out."""
+    """What ess and token_count decide.
+
+    First of the policy's part: all ratios are below the cap, and half the difference by
+    A leaves the KL out.
+    """
     ratio = draw.shuffled(
         torch.cat([draw.uniform(0.4, 0.5, 1), torch.full((7,), 0.02)])
     )
@@ -1119,7 +1132,74 @@ def whole_batch_quantities(draw: Draw) -> list[Question]:
     empty = call(logp, logp_behavior, advantage, ~mask, **keywords)
     return [
         Question("p3o_loss", calls, check),
+        *parts_of_the_whole_batch(draw),
         Question("p3o_loss", [empty], adds_nothing),
+    ]
+
+
+def parts_of_the_whole_batch(draw: Draw) -> list[Question]:
+    """The KL and the statistics are of the whole batch as well.
+
+    What they are is asked in 2.5 and 2.6. Here they are only compared with themselves,
+    for another ess and for twice the token_count.
+    """
+    ratio = stale_ratios(draw, 6)
+    logp, logp_behavior, mask = tokens_of_ratio(draw, ratio)
+    kl = draw.uniform(0.1, 2, 6, 1)
+    ess, other_ess = float(draw.uniform(0.2, 0.4)), float(draw.uniform(0.6, 0.9))
+    token_count = draw.integer(20, 60)
+    instead = f"and token_count={2 * token_count} in place of {token_count}"
+
+    def check_kl(answer: Answer, of_twice: Answer, of_other_ess: Answer) -> None:
+        loss = answer.tensor()
+        expect(
+            of_twice.tensor(),
+            loss / 2,
+            f"with A = 0 {instead} the loss, which is the KL's part, is",
+            mistakes=[("what it was: the KL is not divided by token_count", loss)],
+        )
+        expect(
+            of_other_ess.tensor(),
+            loss * (1 - other_ess) / (1 - ess),
+            f"with A = 0 and ess={number(other_ess)} in place of {number(ess)} the "
+            "loss, which is the KL's part, is",
+            mistakes=[
+                ("what it was: the KL is not weighed by the ess that is given", loss),
+                (
+                    "with the KL weighed by e_B in place of 1 - e_B",
+                    loss * other_ess / ess,
+                ),
+            ],
+        )
+
+    def check_stats(answer: Answer, of_twice: Answer) -> None:
+        try:
+            stats, stats_of_twice = stats_of(answer), stats_of(of_twice)
+        except Wrong:
+            return  # That is said, and costs its points, in 2.5.
+        for name, value in stats.items():
+            expect(
+                stats_of_twice[name],
+                value / 2,
+                f"with other A {instead}, {name} in the dictionary is",
+                mistakes=[("what it was: it is not divided by token_count", value)],
+            )
+
+    def ask(advantage: Tensor, **keywords: Any) -> dict[str, Any]:
+        return call(logp, logp_behavior, advantage, mask, **keywords)
+
+    nothing = torch.zeros(6, dtype=F64)
+    advantage = draw.uniform(-2, 2, 6)
+    once = {"ess": ess, "token_count": token_count}
+    twice = {"ess": ess, "token_count": 2 * token_count}
+    other = {"ess": other_ess, "token_count": token_count}
+    of_kl = [ask(nothing, **keywords) for keywords in (once, twice, other)]
+    of_given_kl = [ask(nothing, kl=kl, **keywords) for keywords in (once, twice, other)]
+    of_stats = [ask(advantage, kl=kl, **keywords) for keywords in (once, twice)]
+    return [
+        Question("p3o_loss", of_given_kl, check_kl),
+        Question("p3o_loss", of_kl, check_kl),
+        Question("p3o_loss", of_stats, check_stats),
     ]
 
 
@@ -1445,28 +1525,8 @@ def extreme_quantities(draw: Draw) -> list[Question]:
     return [
         ask_quantities(log_ratios, masks, where),
         ask_quantities(*random_log_ratios(draw, [[2, 3], [], [2]])),
-        ask_gradient_of_idle_rank(draw, [[3], [], [2]]),
+        ask_gradient(draw, [[3], [], [2]]),
     ]
-
-
-def ask_gradient_of_idle_rank(draw: Draw, sizes: list[list[int]]) -> Question:
-    """What is the gradient of a rank that has no micro-batch?"""
-    weight = draw.normal(0.5, 3, 4)
-
-    def check(answer: Answer) -> None:
-        values = of_ranks(answer, sizes)
-        for rank, value in enumerate(values):
-            found = as_tensor(f"the gradient of rank {rank}", value, (3, 4))
-            if not sizes[rank] and found.any():
-                raise Wrong(
-                    f"on rank {rank}, which has no micro-batch, the gradient has the "
-                    f"first row {numbers(found[0])}; expected 0"
-                )
-
-    arguments = [
-        [weight, micros] for micros in micro_batches_of_ranks(draw, weight, sizes)
-    ]
-    return Question("gradient_of_rank", [on_ranks(arguments)], check)
 
 
 class Share(NamedTuple):
@@ -1499,10 +1559,11 @@ def tokens_in(micros: list[MicroBatch]) -> int:
 def gradient_mistakes(
     weight: Tensor, ranks: list[list[MicroBatch]], ess: Tensor
 ) -> Mistakes:
-    """What gives another average of the ranks' gradients. No rank is idle."""
+    """What gives another average of the ranks' gradients."""
     every = [micro for micros in ranks for micro in micros]
     count = tokens_in(every)
     size = len(ranks)
+    busy = sum(len(micros) > 0 for micros in ranks)
     right = [Share(micro, ess, count) for micro in every]
     wrong = {
         "with e_B of each micro-batch": [
@@ -1531,18 +1592,22 @@ def gradient_mistakes(
             Share(micro, ess, tokens_in([micro]) * size) for micro in every
         ],
         "the gradient of the last micro-batch alone": [
-            Share(micros[-1], ess, count) for micros in ranks
+            Share(micros[-1], ess, count) for micros in ranks if micros
         ],
     }
     mistakes = [
         (mistake, gradient_of_shares(weight, shares))
         for mistake, shares in wrong.items()
     ]
-    divided = gradient_of_shares(weight, right) / size
+    whole_gradient = gradient_of_shares(weight, right)
     forgotten = f"the right gradient divided by {size}: the ranks' gradients are "
     forgotten += "averaged, not added"
     if size > 1:
-        mistakes.append((forgotten, divided))
+        mistakes.append((forgotten, whole_gradient / size))
+    if busy < size:
+        not_counted = f"{busy}/{size} of the right gradient: the average is over all "
+        not_counted += "ranks, also over one without a micro-batch"
+        mistakes.append((not_counted, whole_gradient * busy / size))
     return [*mistakes, ("with a gradient through e_B", with_live_ess(weight, every))]
 
 
@@ -1569,9 +1634,15 @@ def ask_gradient(draw: Draw, sizes: list[list[int]]) -> Question:
 
     def check(answer: Answer) -> None:
         gradients = [
-            as_tensor("the gradient of a rank", value, (3, 4))
-            for value in of_ranks(answer, sizes)
+            as_tensor(f"the gradient of rank {rank}", value, (3, 4))
+            for rank, value in enumerate(of_ranks(answer, sizes))
         ]
+        for rank, gradient in enumerate(gradients):
+            if not sizes[rank] and gradient.any():
+                raise Wrong(
+                    f"on rank {rank}, which has no micro-batch, the gradient has the "
+                    f"first row {numbers(gradient[0])}; expected 0"
+                )
         found = torch.stack(gradients).mean(dim=0)
         if not is_close(found, right):
             what = "the gradient"
@@ -1601,9 +1672,13 @@ def gradient_of_ranks(draw: Draw) -> list[Question]:
 
 def interval_of(first: Tensor, second: Tensor, level: float) -> Tensor:
     """The difference, low and high, by Student's t."""
+    differences = first - second
+    if bool((differences == differences[0]).all()):
+        # Without a spread the interval has no width; scipy has NaN for it.
+        return differences[:1].expand(3)
     result = stats.ttest_rel(first.numpy(), second.numpy())
     low, high = result.confidence_interval(level)
-    return torch.tensor([float((first - second).mean()), low, high], dtype=F64)
+    return torch.tensor([float(differences.mean()), low, high], dtype=F64)
 
 
 def interval_mistakes(first: Tensor, second: Tensor, level: float) -> Mistakes:
@@ -1702,20 +1777,26 @@ def check_results(path: Path) -> None:
     (first_name, first), (second_name, second) = arms.items()
     if first["seeds"] != second["seeds"]:
         raise Wrong("the arms do not have the same seeds, so they cannot be paired")
-    if first["flags"] == second["flags"]:
-        raise Wrong("the arms have the same flags: nothing is compared")
+    if all(
+        len(set(arm["values"])) == 1 and arm["values"][0] not in (0, 1)
+        for arm in arms.values()
+    ):
+        raise Wrong(
+            "in both arms all values are equal: was each run given a --seed of its own?"
+        )
     check_flags([first["flags"], second["flags"]])
-    result = stats.ttest_rel(first["values"], second["values"])
-    interval = result.confidence_interval(0.95)
-    pairs = zip(first["values"], second["values"], strict=True)
-    difference = sum(one - other for one, other in pairs) / len(first["values"])
+    difference, low, high = interval_of(
+        torch.tensor(first["values"], dtype=F64),
+        torch.tensor(second["values"], dtype=F64),
+        level=0.95,
+    ).tolist()
     comparison = results.get("comparison")
     if not isinstance(comparison, dict):
         raise Wrong("'comparison' in results.json is missing")
     for name, right in (
         ("difference", difference),
-        ("low", interval.low),
-        ("high", interval.high),
+        ("low", low),
+        ("high", high),
     ):
         found = comparison.get(name)
         if not isinstance(found, int | float) or not abs(found - right) <= 1e-4:
@@ -1742,12 +1823,10 @@ def check_arm(name: str, arm: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value <= 1:
             raise Wrong(f"arm {name!r} has the value {value}, which is no accuracy")
-    if len(set(values)) == 1:
-        raise Wrong(f"all values of arm {name!r} are equal: are these runs of seeds?")
 
 
 def check_flags(flags_of_arms: list[list[str]]) -> None:
-    """train.py takes the flags, and an arm has a mismatch."""
+    """train.py takes the flags, they are two settings, and one has a mismatch."""
     # Not at the top of the file: the trainer takes seconds to import.
     from support.checks import should_be_on_policy
     from support.flags import Refused, parse_flags
@@ -1755,19 +1834,31 @@ def check_flags(flags_of_arms: list[list[str]]) -> None:
 
     default = Config()
     mismatched = False
+    settings = []
     for flags in flags_of_arms:
         # A recipe is a file, which the grader does not open for a student.
         if any(flag.startswith("--config") for flag in flags):
             raise Wrong("give flags, not a --config file")
+        if any(flag.startswith("--seed") for flag in flags):
+            raise Wrong("leave --seed out of the flags: the seeds stand beside them")
         try:
             cfg = parse_flags(Config, flags)
         except (Refused, SystemExit) as error:
             raise Wrong(f"train.py refuses the flags: {error}") from error
+        # One in a module of the student's cannot be looked up here.
+        if ":" not in cfg.objective and cfg.objective not in OBJECTIVES:
+            raise Wrong(
+                f"train.py has no objective {cfg.objective!r}: there are "
+                f"{', '.join(OBJECTIVES)}, and those of a module, as module:name"
+            )
+        settings.append(cfg.model_dump(exclude={"out_dir"}))
         mismatched = mismatched or (
             not should_be_on_policy(cfg)
             or cfg.passes > default.passes
             or cfg.minibatches > default.minibatches
         )
+    if settings[0] == settings[1]:
+        raise Wrong("the arms have the same settings: nothing is compared")
     if not mismatched:
         raise Wrong(
             "no arm has a mismatch: another temperature than policy_temperature, "

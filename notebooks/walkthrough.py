@@ -164,7 +164,7 @@ assert torch.isclose(loss.float(), reinforce, atol=1e-3)
 # ## 6. The weight of each token
 #
 # A step against the gradient of the policy term goes along the mean of
-# w_t grad log pi_theta(y_t), with w_t = min(rho_t, e_B) A_t. Green tokens are
+# v_t grad log pi_theta(y_t), with v_t = min(rho_t, e_B) A_t. Green tokens are
 # reinforced, red ones made rarer; the stronger the color, the larger the weight. On a
 # fresh batch all tokens of a response have the same weight, its advantage, whether they
 # are the mistake or not.
@@ -202,7 +202,7 @@ def colored(values, scale, batch, rows):
 
 
 def weights_of(logp, kl):
-    """w_t of each token: minus |B| times the gradient of the loss to log pi_theta."""
+    """v_t of each token: minus |B| times the gradient of the loss to log pi_theta."""
     leaf = logp.detach().requires_grad_()
     constant_kl = kl.detach()  # The KL moves all tokens of a position, not this one.
     loss, _ = p3o_loss(leaf, rollouts.logp_behavior, advantage, mask, kl=constant_kl)
@@ -276,9 +276,9 @@ for step in range(1, 11):
 assert mean_kl > kl.detach()[mask].mean()
 
 # %% [markdown]
-# Now e_B has an effect on both terms of (12). Every weight is cut to e_B, and the KL
-# pulls with 1 - e_B. The colors are the weights w_t = min(rho_t, e_B) A_t on the same
-# scale as above: they are paler, and a token that training has made rare, with a
+# Now e_B has an effect on both terms of (12). Every ratio above e_B is cut to it, and
+# the KL pulls with 1 - e_B. The colors are the weights v_t = min(rho_t, e_B) A_t on the
+# same scale as above: they are paler, and a token that training has made rare, with a
 # small rho, is nearly white.
 
 # %%

@@ -172,8 +172,45 @@ class PaddingIsCapped(P3O):
         loss, stats = super().p3o_loss(*tensors, **keywords)
         log_ratio = only_tokens(logp, mask) - only_tokens(logp_behavior, mask)
         ess = self.e_b(keywords.get("ess"), log_ratio, mask)
-        capped = (log_ratio.exp() > ess).double().mean().detach()
+        divisor = keywords.get("token_count") or mask.numel()
+        capped = (log_ratio.exp() > ess).double().sum().detach() / divisor
         return loss, stats | {"capped": capped}
+
+
+class KlOfItsOwnTokens(P3O):
+    """The sum of the KL is divided by the tokens given, not by token_count."""
+
+    def p3o_loss(self, *tensors: Tensor, **keywords: Any) -> Loss:
+        tokens = max(1, int(tensors[3].sum()))
+        self.factor = (keywords.get("token_count") or tokens) / tokens
+        return super().p3o_loss(*tensors, **keywords)
+
+    def total(self, policy_loss: Tensor, kl: Tensor, ess: Tensor) -> Tensor:
+        return super().total(policy_loss, self.factor * kl, ess)
+
+
+class KlByItsOwnEss(P3O):
+    """The KL is weighed by e_B of the tokens given, and the cap is the ess given."""
+
+    def p3o_loss(self, *tensors: Tensor, **keywords: Any) -> Loss:
+        self.mask = tensors[3]
+        return super().p3o_loss(*tensors, **keywords)
+
+    def kl(self, kl: Tensor | None, log_ratio: Tensor, kl_estimator: str) -> Tensor:
+        ratio = log_ratio.detach().exp()[self.mask]
+        self.own_ess = ratio.mean() ** 2 / (ratio**2).mean()
+        return super().kl(kl, log_ratio, kl_estimator)
+
+    def total(self, policy_loss: Tensor, kl: Tensor, ess: Tensor) -> Tensor:
+        return super().total(policy_loss, kl, self.own_ess)
+
+
+class StatsOfItsOwnTokens(P3O):
+    def p3o_loss(self, *tensors: Tensor, **keywords: Any) -> Loss:
+        loss, stats = super().p3o_loss(*tensors, **keywords)
+        tokens = max(1, int(tensors[3].sum()))
+        factor = (keywords.get("token_count") or tokens) / tokens
+        return loss, {name: factor * value for name, value in stats.items()}
 
 
 class FarIsNoError(P3O):
@@ -211,6 +248,9 @@ MISTAKES: dict[str, type[P3O]] = {
     "no dictionary": LossAlone,
     "a dictionary with a gradient": StatsWithGradient,
     "padding counts as capped": PaddingIsCapped,
+    "the KL divided by its own tokens": KlOfItsOwnTokens,
+    "the KL by its own e_B": KlByItsOwnEss,
+    "the dictionary divided by its own tokens": StatsOfItsOwnTokens,
     "a ratio of -800 nats is no error": FarIsNoError,
     "a gradient to pi_b": GradientToBehavior,
     "nothing added to the deviation": NothingAddedToDeviation,
@@ -221,7 +261,8 @@ MISTAKES: dict[str, type[P3O]] = {
 LOST: dict[str, set[str]] = {
     "population standard deviation": {"1.6"},
     "e_B over padding": {"1.2", "1.4"},
-    "e_B in float32": {"1.4"},
+    # Equal ratios that are not divided by the largest give nearly 1.
+    "e_B in float32": {"1.3", "1.4"},
     "e_B of a NaN is 1": {"1.5"},
     "KL(pi_b || pi_theta)": {"2.1", "2.2", "2.3"},
     "the rest left out of the KL": {"2.1", "2.2"},
@@ -241,7 +282,7 @@ LOST: dict[str, set[str]] = {
     "mean of the micro-batch": {"2.9"},
     "zero loss": {"2.4", "2.5", "2.6", "2.7", "2.8", "2.9", "2.10", "2.11"},
     "sign of the KL": {"2.5", "2.6"},
-    "e_B instead of 1 - e_B on the KL": {"2.5", "2.6"},
+    "e_B instead of 1 - e_B on the KL": {"2.5", "2.6", "2.9"},
     "estimated KL clamped at 10 nats": {"2.6"},
     "k3 by default": {"2.6"},
     # An infinite one is not refused.
@@ -260,6 +301,9 @@ LOST: dict[str, set[str]] = {
     "no dictionary": {"2.5"},
     "a dictionary with a gradient": {"2.5"},
     "padding counts as capped": {"2.5"},
+    "the KL divided by its own tokens": {"2.9"},
+    "the KL by its own e_B": {"2.9"},
+    "the dictionary divided by its own tokens": {"2.9"},
     "a ratio of -800 nats is no error": {"2.11"},
     "a gradient to pi_b": {"2.2"},
     "nothing added to the deviation": {"1.6"},
@@ -300,6 +344,9 @@ SAID: dict[str, str] = {
     "no dictionary": "does not return the loss and a dictionary",
     "a dictionary with a gradient": "carries a gradient",
     "padding counts as capped": "a share of all entries, padding included",
+    "the KL divided by its own tokens": "the KL is not divided by token_count",
+    "the KL by its own e_B": "not weighed by the ess that is given",
+    "the dictionary divided by its own tokens": "it is not divided by token_count",
     "a ratio of -800 nats is no error": "of which k3 is not finite",
     "a gradient to pi_b": "there is a gradient to logp_behavior",
     "nothing added to the deviation": "without the 1e-6",
@@ -1018,6 +1065,48 @@ def test_a_mismatch_in_one_arm_is_enough(flag: str, tmp_path: Path) -> None:
     first["flags"], second["flags"] = ["--minibatches=1"], ["--minibatches=1", flag]
     (tmp_path / "results.json").write_text(json.dumps(results))
     check_results(tmp_path / "results.json")
+
+
+def test_two_arms_of_one_setting_are_refused_however_it_is_written(
+    tmp_path: Path,
+) -> None:
+    results = solution_results()
+    first, second = results["arms"].values()
+    first["flags"] = ["--lag=4", "--out_dir=runs/a"]
+    second["flags"] = ["--lag", "4", "--out_dir=runs/b"]
+    assert "the arms have the same settings" in complaint(tmp_path, results)
+
+
+@pytest.mark.parametrize(
+    "flag, said",
+    [
+        ("--seed=3", "leave --seed out of the flags"),
+        ("--objective=ppo", "train.py has no objective 'ppo'"),
+    ],
+)
+def test_a_seed_among_the_flags_and_an_unknown_objective_are_refused(
+    flag: str, said: str, tmp_path: Path
+) -> None:
+    results = solution_results()
+    list(results["arms"].values())[0]["flags"].append(flag)
+    assert said in complaint(tmp_path, results)
+
+
+def test_runs_without_a_spread_have_an_interval_without_width(tmp_path: Path) -> None:
+    # One arm that always collapses, and one that always learns.
+    results = solution_results()
+    first, second = results["arms"].values()
+    first["values"], second["values"] = [0.0] * 5, [1.0] * 5
+    results["comparison"] = {"difference": -1.0, "low": -1.0, "high": -1.0}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    check_results(tmp_path / "results.json")
+
+
+def test_runs_that_all_had_the_same_seed_are_refused(tmp_path: Path) -> None:
+    results = solution_results()
+    first, second = results["arms"].values()
+    first["values"], second["values"] = [0.9375] * 5, [0.9023] * 5
+    assert "was each run given a --seed of its own?" in complaint(tmp_path, results)
 
 
 def test_flags_that_train_py_does_not_have_are_refused(tmp_path: Path) -> None:

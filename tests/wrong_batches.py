@@ -127,6 +127,18 @@ class RanksForgotten(Loop):
         return 1
 
 
+class IdleRanksForgotten(Loop):
+    """The average is over all ranks, also over those without a micro-batch."""
+
+    def gradient_of_rank(
+        self, weight: Tensor, micro_batches: list[MicroBatch], rank: int, group: Group
+    ) -> Tensor:
+        has_any = torch.tensor(float(len(micro_batches) > 0))
+        busy = group.all_reduce_sum(rank, has_any)
+        gradient = super().gradient_of_rank(weight, micro_batches, rank, group)
+        return gradient * busy / group.size
+
+
 class LastMicroBatch(Loop):
     """The gradient is replaced where it should grow."""
 
@@ -206,13 +218,17 @@ MISTAKES: dict[str, tuple[type[Loop], set[str]]] = {
     "e_B of the rank": (EssOfRank, {"3.2", "3.4", "3.5"}),
     "token count of the rank": (CountOfRank, {"3.2", "3.4", "3.5"}),
     "mean of the micro-batches' e_B": (MeanOfEss, ALL),
-    "ranks forgotten in the average": (RanksForgotten, {"3.4"}),
+    "ranks forgotten in the average": (RanksForgotten, {"3.4", "3.5"}),
+    "idle ranks forgotten in the average": (IdleRanksForgotten, {"3.5"}),
     "only the last micro-batch": (LastMicroBatch, {"3.3", "3.4"}),
     # Without a micro-batch that is 0 / 0.
     "mean of the micro-batches' means": (MeanOfMicroBatches, {"3.3", "3.4", "3.5"}),
     "a collective in the loop": (CollectiveInTheLoop, {"3.2", "3.4", "3.5"}),
     "a collective in the gradient's loop": (CollectiveInTheGradient, {"3.4", "3.5"}),
-    "token count of the rank, in the gradient": (CountOfRankInTheGradient, {"3.4"}),
+    "token count of the rank, in the gradient": (
+        CountOfRankInTheGradient,
+        {"3.4", "3.5"},
+    ),
     "the tokens gathered": (TokensGathered, ALL),
     "no gradient on an idle rank": (NothingOnAnIdleRank, {"3.5"}),
 }
@@ -225,6 +241,7 @@ SAID: dict[str, str] = {
     "token count of the rank": "the number of this rank's tokens",
     "mean of the micro-batches' e_B": "That is the mean of the micro-batches' e_B",
     "ranks forgotten in the average": "the right gradient divided by 2",
+    "idle ranks forgotten in the average": "2/3 of the right gradient",
     "only the last micro-batch": "the gradient of the last micro-batch alone",
     "mean of the micro-batches' means": "the mean of the micro-batches' means",
     "a collective in the loop": "call the same collectives, equally often",
