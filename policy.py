@@ -248,7 +248,8 @@ def build_policy(
         dtype = "bfloat16" if mesh.device_type == "cuda" else "float32"
     compute_dtype = getattr(torch, dtype)
     if mesh.device_type == "cuda" and compute_dtype == torch.bfloat16:
-        # The head's product may use TF32, which holds a bfloat16 exactly.
+        # The head's product may use TF32, which holds a bfloat16 exactly. Its backward
+        # pass rounds the gradient of the logits to 11 bits.
         torch.set_float32_matmul_precision("high")
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,

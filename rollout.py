@@ -244,8 +244,8 @@ class Engine:
         self.incomplete = IncompleteLayers()
         self.padded_layers: Counter | None = None
         self.is_asleep = False
-        if self.can_sleep:
-            atexit.register(self.leave_asleep)
+        if cuda:
+            atexit.register(self.leave_unclosed)
 
     def sample(
         self, prompts: list[list[int]], n: int, seeds: list[int], **sampling: Any
@@ -434,13 +434,16 @@ class Engine:
             self.llm.sleep(level=2)
             self.is_asleep = True
 
-    def leave_asleep(self) -> None:
-        """At the end of a process that an error ended in its update: leave at once.
+    def leave_unclosed(self) -> None:
+        """At the end of a process that an error ended, on CUDA: leave at once.
 
         vLLM would free the memory of an engine that sleeps, which is free already
         (device_allocator/cumem.py), and CUDA would complain below what has been said.
+        It would also destroy the process group, where NCCL waits for the other ranks,
+        which wait for this one. After close() there is no group.
         """
-        if self.is_asleep:
+        has_peers = dist.is_initialized() and dist.get_world_size() > 1
+        if self.is_asleep or has_peers:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

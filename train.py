@@ -63,7 +63,13 @@ from support.checkpoints import (
     save_model,
     write_whole,
 )
-from support.checks import check_on_policy, check_out_dir, check_run, claim_folder
+from support.checks import (
+    check_on_policy,
+    check_out_dir,
+    check_run,
+    claim_folder,
+    samples_fully,
+)
 from support.flags import (
     Amount,
     Count,
@@ -213,8 +219,8 @@ def sample_step(
 ) -> Rollouts:
     """Phase 1, rollout: this rank's share of the responses for a step. A collective.
 
-    The noise of a group depends on its place in the run alone, so the samples are the
-    same for any number of ranks.
+    The noise of a group depends on its place in the run alone, so it is the same for
+    any number of ranks, and the samples are, to rounding.
     """
     problems = problems_of_step(cfg, step, len(prompts))
     seeds = noise_seeds(
@@ -373,7 +379,7 @@ def kl_of_positions(
     if top_logp.shape[-1] == 0:
         return None
     top_logp_behavior = micro_batch.top_logp_behavior
-    if cfg.top_p < 1 or cfg.top_k > 0:
+    if not samples_fully(cfg):
         top_logp, top_logp_behavior = restrict_to_support(top_logp, top_logp_behavior)
     return kl_divergence(top_logp, top_logp_behavior)
 
@@ -391,8 +397,8 @@ def accumulate_gradient(
     `rows` are this rank's. The batch B of (11) and (12) is the minibatch on all ranks:
     how it is divided into micro-batches and among ranks changes neither e_B nor the
     gradient. A collective. Raises FloatingPointError, on all ranks, where |log rho| is
-    over MAX_LOG_RATIO or an advantage is not finite, and OneRankFailed where a rank's
-    loss is not.
+    over MAX_LOG_RATIO or an advantage is not finite. Raises OneRankFailed where a
+    rank's loss is not finite, or cannot be computed.
     """
     device = next(policy.parameters()).device
     micro_batches = [
@@ -728,11 +734,13 @@ class Run:
         """Raises Refused if a step's batch is not of the weights that it should be."""
         # A run that goes on has no older weights than those it began with.
         expected = max(weights_that_sample(self.cfg, step), self.first_step - 1)
-        if rollouts.weight_version != str(expected):
+        versions: list = [None] * dist.get_world_size()
+        dist.all_gather_object(versions, rollouts.weight_version)
+        if set(versions) != {str(expected)}:
             raise Refused(
                 f"step {step}: its batch was sampled by weights "
-                f"{rollouts.weight_version}, not by weights {expected}: was a sync "
-                "left out?"
+                f"{' and '.join(sorted(set(versions)))}, not by weights {expected}: "
+                "was a sync left out?"
             )
 
     def sync(self) -> None:
@@ -800,7 +808,8 @@ def learn(run: Run, objective: Objective, log: Log) -> None:
     for step in range(run.first_step, cfg.steps + 1):
         # 1 rollout, 2 reward
         run.fill_queue(step, log)
-        run.engine.sleep()
+        with log.phase("sync"):
+            run.engine.sleep()
 
         # 3 update. The batch stays in the queue until it has been learned from, so that
         # a checkpoint of the step before has it.

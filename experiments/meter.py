@@ -30,6 +30,7 @@ from loss import (
 from policy import Policy
 from reward import load_task
 from rollout import Engine, Rollouts, init_distributed, noise_seeds
+from support.checks import samples_fully
 from support.flags import (
     Count,
     Flags,
@@ -209,7 +210,7 @@ def main() -> None:
     kl_by_k = kl_by_listed_tokens(
         top_logp[rollouts.mask],
         rollouts.top_logp_behavior[rollouts.mask],
-        restrict=cfg.top_p < 1 or cfg.top_k > 0,
+        restrict=not samples_fully(cfg),
     )
     for listed, value in kl_by_k.items():
         print(f"{f'KL, K = {listed}':20}{value:10.5g}")

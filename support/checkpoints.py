@@ -11,6 +11,7 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -141,7 +142,10 @@ def save_checkpoint(
     def give_its_name() -> None:
         unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
         for old in checkpoints(out)[:-keep]:
-            shutil.rmtree(old.rename(unfinished))
+            # The new one is complete. One that cannot be deleted, as a network file
+            # system may have it while somebody reads it, is tried again by the next.
+            with suppress(OSError):
+                shutil.rmtree(old.rename(unfinished))
 
     joined_queue = gather_queue(queue, group_size)
     weights, moments = get_state_dict(policy, optimizer)
@@ -230,7 +234,10 @@ def load_checkpoint(
     would have sampled. `rollouts_type` is rollout.Rollouts. A collective. Raises
     Refused where the checkpoint cannot be read.
     """
-    *older, newest = checkpoints(out)
+    # Rank 0's list: on a network file system another node may hear of the newest later.
+    listed = [checkpoints(out)]
+    dist.broadcast_object_list(listed)
+    *older, newest = listed[0]
     weights, moments = get_state_dict(policy, optimizer)
     state = {"policy": weights, "optimizer": moments}
     try:
@@ -315,6 +322,7 @@ def save_model(
         if rank == 0:
             weights[name] = whole.cpu()
     unfinished = folder.with_name(f"{folder.name}.new")
+    replaced = folder.with_name(f"{folder.name}.old")
 
     def clear() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -323,8 +331,11 @@ def save_model(
         clear()  # of a run that was killed here
         policy.model.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():  # of a run that had fewer steps
+            folder.rename(replaced)
         unfinished.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     try:
         on_rank_0(write)

@@ -251,7 +251,7 @@ def reporter(
 
         id_file = out / "wandb_id"  # by which a resumed run finds itself
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex)
+            write_whole(id_file, uuid.uuid4().hex)
         # It ignores a step that it has already; a resumed run would say the same of it.
         run = wandb.init(
             project="p3o",
