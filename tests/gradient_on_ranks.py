@@ -3,9 +3,10 @@
     torchrun --nproc-per-node N tests/gradient_on_ranks.py FOLDER
 
 FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its groups of it, as
-the trainer deals them. Rank 0 writes gradients-N.pt; furthest-N.pt, the response that
-every rank calls furthest from the policy; and gathered-N.pt, the weights as an engine
-gets them in bfloat16. All ranks write saved-N/, the model as the trainer
+the trainer deals them. Rank 0 writes gradients-N.pt; idle-N.pt, the gradient of its own
+responses alone, where the other ranks have none; furthest-N.pt, the response that every
+rank calls furthest from the policy; and gathered-N.pt, the weights as an engine gets
+them in bfloat16. All ranks write saved-N/, the model as the trainer
 saves it. test_train.py compares them with plain autograd on the whole batch.
 """
 
@@ -62,14 +63,20 @@ def gradient_of(
     name: str,
     micro_batch_tokens: int,
     sharing: int = 1,
+    rows: list[int] | None = None,
 ) -> tuple[Gradient, dict[str, float]]:
-    """The gradient of FOLDER's batch, gathered whole, and statistics. A collective."""
+    """The gradient of FOLDER's batch, gathered whole, and statistics. A collective.
+
+    `rows` are those of this rank's responses that are in the batch, by default all.
+    """
     policy.sharing = sharing
     rollouts = rollouts_of_rank(folder)
+    if rows is None:
+        rows = list(range(len(rollouts.text)))
     stats = accumulate_gradient(
         policy,
         rollouts,
-        list(range(len(rollouts.text))),
+        rows,
         objective_of(name),
         Config(micro_batch_tokens=micro_batch_tokens),
         step=1,
@@ -86,6 +93,8 @@ def main(folder: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     policy = build_policy(str(folder / "model"), mesh)
     results = {case: gradient_of(policy, folder, *case) for case in CASES}
+    of_rank_0 = None if rank == 0 else []
+    idle = gradient_of(policy, folder, "p3o", 300, rows=of_rank_0)
     furthest: list = [None] * world
     dist.all_gather_object(
         furthest, furthest_response(policy, rollouts_of_rank(folder), Config())
@@ -101,6 +110,7 @@ def main(folder: Path) -> None:
 
     if rank == 0:
         torch.save(results, folder / f"gradients-{world}.pt")
+        torch.save(idle, folder / f"idle-{world}.pt")
         torch.save(furthest, folder / f"furthest-{world}.pt")
         torch.save(gathered, folder / f"gathered-{world}.pt")
     tokenizer, _ = check_model("tiny")

@@ -4,8 +4,8 @@
 
 Each process checks the newest checkpoint of those before it. Then it saves one after
 another until it is killed, at a random moment of a save or of the deletion of an old
-checkpoint. Prints the names that each of the KILLS kills left in FOLDER/checkpoints, a
-line each.
+checkpoint. A last process only checks. Prints the names that each of the KILLS kills
+left in FOLDER/checkpoints, a line each.
 """
 
 import os
@@ -23,8 +23,11 @@ from rollout import Rollouts, init_distributed
 from support.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 
 
-def save_on(folder: Path) -> None:
-    """Checkpoints whose weights are all equal to their step, without end."""
+def go_on(folder: Path, saves: bool) -> None:
+    """Check the newest checkpoint, and then save one after another, without end.
+
+    The weights of each are all equal to its step.
+    """
     policy = build_policy("tiny", init_distributed())
     optimizer = torch.optim.AdamW(policy.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
@@ -35,11 +38,24 @@ def save_on(folder: Path) -> None:
         assert checkpoints(folder)[-1].name == f"step-{step:06d}"
         for weight in policy.parameters():
             assert (weight.full_tensor() == step).all()
-    while True:
+    while saves:
         step += 1
         for weight in policy.parameters():
             torch.nn.init.constant_(weight, step)
         save_checkpoint(folder, step, *state, group_size=8, keep=2)
+
+
+def begin(folder: Path, saves: bool) -> int:
+    """A process that goes on; its process id. It exits with 0 if all is as it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            go_on(folder, saves)
+            os._exit(0)
+        finally:  # which only an error reaches
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    return child
 
 
 def main(folder: Path, kills: int) -> None:
@@ -47,13 +63,7 @@ def main(folder: Path, kills: int) -> None:
     moment = random.Random(0)
     for _ in range(kills):
         newest_before = checkpoints(folder)[-1:]
-        child = os.fork()
-        if child == 0:
-            try:
-                save_on(folder)
-            finally:  # which only an error reaches
-                sys.excepthook(*sys.exc_info())
-                os._exit(1)
+        child = begin(folder, saves=True)
         while checkpoints(folder)[-1:] == newest_before:
             has_ended, _ = os.waitpid(child, os.WNOHANG)
             assert not has_ended, "it should save until it is killed"
@@ -64,6 +74,8 @@ def main(folder: Path, kills: int) -> None:
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
         left = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
         print(*left)
+    _, status = os.waitpid(begin(folder, saves=False), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_the_items_and_the_deviations_are_numbered_without_a_gap() -> None:
         assert len(of_letter) >= 3
     deviations = re.findall(r"^\*\*(\d+)\. ", AUDIT, re.MULTILINE)
     assert deviations == [str(n + 1) for n in range(len(deviations))]
-    assert len(deviations) == 11
+    assert len(deviations) == 12
 
 
 @pytest.mark.parametrize("test", TESTS)

@@ -64,10 +64,10 @@ def test_a_step_lasts_from_a_line_to_the_next_one():
 
 def test_the_lines_of_steps_are_those_that_begin_so_and_come_as_they_are_printed():
     code = "import time; print('hello'); print('step 1', flush=True)"
-    code += "; time.sleep(0.2); print('step 2')"
+    code += "; time.sleep(1); print('step 2')"
     lines = steps.lines_of([sys.executable, "-c", code])
     assert [line for _, line in lines] == ["step 1\n", "step 2\n"]
-    assert steps.seconds_between(lines)[0] > 0.15
+    assert steps.seconds_between(lines)[0] > 0.5
 
 
 def test_a_command_that_fails_says_why():

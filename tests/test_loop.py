@@ -832,6 +832,71 @@ def test_what_is_evaluated_is_never_a_quantized_copy(quantization, monkeypatch):
     assert evaluator.get("quantization", "none") == "none"
 
 
+# The settings of a run reach what they are for
+
+OF_ENGINES = {
+    "rollout_tp": 2,
+    "rollout_dtype": "float32",
+    "rollout_quantization": "fp8_per_channel",
+    "top_logprobs": 3,
+    "kv_cache_gb": 0.7,
+    "max_num_seqs": 9,
+    "verbose": True,
+}
+
+
+def test_the_engines_have_the_settings_of_the_run(monkeypatch):
+    monkeypatch.setattr(train, "Engine", lambda *given, **options: (given, options))
+    engine, evaluator = build_engines(Config(model="m", **OF_ENGINES), longest=100)
+    of_both = {
+        "tp": 2,
+        "dtype": "float32",
+        "kv_cache_gb": 0.7,
+        "max_num_seqs": 9,
+        "verbose": True,
+    }
+    of_rollouts = {
+        "quantization": "fp8_per_channel",
+        "top_logprobs": 3,
+        "can_sleep": True,
+    }
+    assert engine == (("m", 100), of_both | of_rollouts)
+    assert evaluator == (("m", 100), of_both)
+
+
+def test_the_policy_has_the_settings_of_the_run(monkeypatch, tmp_path):
+    class Built(Exception):
+        pass
+
+    def build(*given, **options):
+        raise Built(given, options)
+
+    asleep = SimpleNamespace(sleep=lambda: None)
+    monkeypatch.setattr(train, "build_engines", lambda *given: (asleep, asleep))
+    monkeypatch.setattr(train, "build_policy", build)
+    cfg = Config(dtype="bfloat16", policy_temperature=1.3, gradient_checkpointing=True)
+    with pytest.raises(Built) as built:
+        train.Run(cfg, SimpleNamespace(longest=100), tmp_path, "mesh")
+    given, options = built.value.args
+    assert given == ("tiny", "mesh")
+    assert options == {
+        "dtype": "bfloat16",
+        "temperature": 1.3,
+        "gradient_checkpointing": True,
+        "sharing": sharing_of(cfg, 100),
+    }
+
+
+def test_the_optimizer_has_the_settings_of_the_run(group):
+    cfg = Config(learning_rate=3e-3, weight_decay=0.2, warmup_steps=4)
+    optimizer, schedule = build_optimizer(build_policy("tiny", group), cfg)
+    [of_weights] = optimizer.param_groups
+    assert of_weights["weight_decay"] == 0.2
+    # The first of four steps of warm-up.
+    assert of_weights["lr"] == pytest.approx(3e-3 / 4)
+    assert schedule.get_last_lr() == [pytest.approx(3e-3 / 4)]
+
+
 # The on-policy check looks at the right batches
 
 

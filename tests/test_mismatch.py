@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import KEPT
 
+import train
 from experiments import meter
 from experiments.kl_tightness import TightnessConfig, kl_and_gradient, tightness
 from experiments.meter import (
@@ -19,6 +20,7 @@ from loss import effective_sample_size
 from policy import Policy
 from rollout import Engine
 from support.flags import Refused
+from support.probe import SyncProbe
 
 
 def log_ratio(model, rollouts):
@@ -153,6 +155,35 @@ def test_held_out_accuracy_is_that_of_the_policy_not_of_its_fp8_copy(train_here)
         assert fp8[0][accuracy] == plain[0][accuracy]
     # What it learns from is the copy's.
     assert fp8[1]["mismatch_mean"] > 2 * plain[1]["mismatch_mean"]
+
+
+def test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then(
+    train_here, monkeypatch
+):
+    evaluate = train.Run.evaluate
+    probes = []
+    moved = []
+
+    def compared(run):
+        accuracy = evaluate(run)
+        probes.append(SyncProbe(run.evaluator, run.policy, run.data.train.prompts))
+        first = probes[0]
+        moved.append(
+            first.mean_difference(first.score(run.policy), first.logp_at_start)
+        )
+        return accuracy
+
+    monkeypatch.setattr(train.Run, "evaluate", compared)
+    train_here(
+        *("--steps=1", "--prompts_per_step=4", "--learning_rate=3e-3"),
+        *("--warmup_steps=0", "--rollout_quantization=fp8_per_channel"),
+    )
+    before, after = probes
+    # Rounding to bfloat16 is all that is between the engine that evaluates and the
+    # policy, and the policy has moved by far more.
+    assert before.at_start < 0.01
+    assert after.at_start < 0.01
+    assert moved[-1] > 10 * after.at_start
 
 
 def test_the_meter_gives_the_numbers_of_a_batch_that_can_be_done_by_hand():

@@ -17,6 +17,7 @@ from conftest import ROOT
 from launch import ENVIRONMENT, read_metrics
 
 import train
+from support.checkpoints import checkpoints
 from support.flags import OneRankFailed, Refused
 from support.ranks import ONE_WISH, run_script
 
@@ -141,7 +142,7 @@ def test_after_kill_9_ranks_that_share_an_engine_run_again_also_beside_others(tm
     assert [row["step"] for row in first] == [0, 1, 2]
 
 
-def test_ranks_of_two_nodes_learn_that_another_one_has_ended_while_they_are_busy(
+def test_ranks_learn_that_another_one_has_ended_while_they_are_busy(
     tmp_path,
 ):
     # Ranks 0 and 1 wait in C++ for something else than a collective.
@@ -241,6 +242,49 @@ def test_batches_of_newer_weights_are_taken_by_the_next_run_that_goes_on(
     # last run found those for the steps 5 and 6 in the checkpoint of step 4.
     expected = ["0", "0", "2", "2", "2", "3", "4", "5"]
     assert [row["weight_version"] for row in rows[1:]] == expected
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
+    """Runs of two ranks in which something happens to rank 1 in step 2."""
+    folder = tmp_path_factory.mktemp("stopped")
+    cases = ["advantage", "engine", "signal"]
+    return folder, json_of("two_ranks_stop.py", str(folder), *cases)
+
+
+@pytest.mark.slow
+def test_a_ratio_that_one_rank_cannot_use_is_named_by_both_and_they_save(stopped):
+    folder, ends = stopped
+    end = ends["advantage"]
+    assert end["codes"] == [1, 1], end["printed"]
+    for who, printed in zip(("", "rank 1: "), end["printed"], strict=True):
+        *_, last_line = printed.splitlines()
+        assert last_line.startswith(f"train.py: {who}step 2, rank 1: "), printed
+        assert "or the advantage is not finite, in response" in last_line
+    complete = [path.name for path in checkpoints(folder / "advantage/run")]
+    assert complete == ["step-000001"]
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_ends_both_and_saves_nothing(stopped):
+    folder, ends = stopped
+    end = ends["engine"]
+    assert [code != 0 for code in end["codes"]] == [True, True], end["printed"]
+    assert "RuntimeError: EngineCore encountered an issue" in end["printed"][1]
+    *_, last_line = end["printed"][0].splitlines()
+    assert last_line.endswith("has ended, and so does this one"), end["printed"][0]
+    assert checkpoints(folder / "engine/run") == []
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_both_after_the_step_that_is_saved(stopped):
+    folder, ends = stopped
+    end = ends["signal"]
+    assert end["codes"] == [1, 1], end["printed"]
+    for printed in end["printed"]:
+        assert "stopped by signal 15 after step 2: --resume goes on" in printed
+    complete = [path.name for path in checkpoints(folder / "signal/run")]
+    assert complete == ["step-000002"]
 
 
 # A start that fails

@@ -18,6 +18,7 @@ from rollout import Engine
 from support.checkpoints import checkpoints
 from support.flags import Refused
 from support.probe import PROBE_EVERY, SyncProbe
+from train import Config
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -170,6 +171,24 @@ def test_a_batch_that_should_be_on_policy_and_is_not_ends_the_run_in_its_first_s
     monkeypatch.setattr(train, "sample_step", forgetful)
     with pytest.raises(Refused, match="step 1: a batch that should be on-policy"):
         train_here("--steps=4", "--prompts_per_step=4")
+
+
+def test_such_a_batch_ends_a_resumed_run_in_the_first_step_that_it_makes(
+    train_here, monkeypatch, tmp_path
+):
+    flags = ["--prompts_per_step=4", "--save_every=2"]
+    out = tmp_path / "run"
+    train_here(*flags, "--steps=2", out_dir=out)
+    sample_step = train.sample_step
+
+    def forgetful(engine: Engine, cfg: Config, step: int, *more):
+        weights = moved(AutoModelForCausalLM.from_pretrained("tiny"), scale=0.05)
+        engine.load_weights(weights.state_dict().items(), version=str(step - 1))
+        return sample_step(engine, cfg, step, *more)
+
+    monkeypatch.setattr(train, "sample_step", forgetful)
+    with pytest.raises(Refused, match="step 3: a batch that should be on-policy"):
+        train_here(*flags, "--steps=4", "--resume", out_dir=out)
 
 
 def test_a_sync_that_breaks_later_is_warned_of_and_the_run_goes_on(

@@ -49,6 +49,14 @@ def test_two_ranks_that_share_an_engine_do_what_one_rank_does(one_rank, tmp_path
     assert_same_run(read_metrics(out), one_rank)
 
 
+@pytest.mark.slow
+def test_rollout_tp_is_the_number_of_ranks_that_share_an_engine():
+    # Ranks with an engine each would do what one rank does just as well.
+    for rollout_tp in 1, 2:
+        printed = torchrun(2, "tests/shared_engine_on_ranks.py", str(rollout_tp))
+        assert json.loads(printed.splitlines()[-1]) == [rollout_tp, rollout_tp]
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Path:
     """The tiny policy with 200 tokens, the added ones as improbable as padding.

@@ -36,6 +36,7 @@ from loss import KL_ESTIMATORS, OBJECTIVES, Batch, effective_sample_size
 from policy import Policy, build_policy
 from reward import load_task
 from rollout import Rollouts, noise_seeds
+from support.checkpoints import share_of_rank
 from support.checks import check_on_policy, check_out_dir, check_run
 from support.flags import OneRankFailed, Refused
 from train import (
@@ -116,7 +117,7 @@ def stale_batch(engine, prompts, tmp_path_factory) -> SimpleNamespace:
     plain = {
         name: plain_gradient(model, rollouts, name) for name in OBJECTIVES_COMPARED
     }
-    return SimpleNamespace(folder=folder, rollouts=rollouts, plain=plain)
+    return SimpleNamespace(folder=folder, model=model, rollouts=rollouts, plain=plain)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,17 @@ def test_the_gradient_is_that_of_the_whole_batch_for_any_micro_batches_and_ranks
     gradient, _ = by_ranks[ranks][case]
     name, *_ = case
     assert relative_error(gradient, stale_batch.plain[name]) < 1e-4
+
+
+def test_a_rank_without_responses_takes_part_in_the_gradient_of_the_others(
+    by_ranks, stale_batch
+):
+    # Under FSDP every rank has to make every forward and backward pass. Rank 0 has
+    # several micro-batches, and rank 1 nothing.
+    of_rank_0 = share_of_rank(stale_batch.rollouts, GROUP_SIZE, 0, 2)
+    expected = plain_gradient(stale_batch.model, of_rank_0, "p3o")
+    gradient, _ = torch.load(stale_batch.folder / "idle-2.pt", weights_only=False)
+    assert relative_error(gradient, expected) < 1e-4
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ one line wrong each.
 import importlib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -29,20 +30,33 @@ def named_test(name: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
-@pytest.mark.parametrize("mistake, name", PAIRS)
-def test_a_wrong_loop_fails_the_tests_named_for_it(mistake, name, request, monkeypatch):
-    test = named_test(name)
+def fixtures_of(test: Callable, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The arguments of a test that are not in its cases."""
     parametrized = {key for case in cases(test) for key in case}
-    # Before the mistake is made: it is to be the test's business alone.
-    fixtures = {
+    return {
         key: request.getfixturevalue(key)
         for key in inspect.signature(test).parameters
         if key not in parametrized
     }
+
+
+@pytest.mark.parametrize("mistake, name", PAIRS)
+def test_a_wrong_loop_fails_the_tests_named_for_it(mistake, name, request, monkeypatch):
+    test = named_test(name)
+    # Before the mistake is made: it is to be the test's business alone.
+    fixtures = fixtures_of(test, request)
     MISTAKES[mistake].make(monkeypatch)
     with pytest.raises(REJECTIONS):
         for case in cases(test):
             test(**fixtures, **case)
+
+
+@pytest.mark.parametrize("name", sorted({name for _, name in PAIRS}))
+def test_called_in_the_same_way_they_pass_where_there_is_no_mistake(name, request):
+    test = named_test(name)
+    fixtures = fixtures_of(test, request)
+    for case in cases(test):
+        test(**fixtures, **case)
 
 
 @pytest.mark.parametrize("name", sorted({name for _, name in PAIRS}))

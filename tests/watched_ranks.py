@@ -1,9 +1,10 @@
-"""Three ranks on two nodes, of which rank 2 is killed while the others are busy.
+"""Three ranks, of which rank 2 is killed while the others are busy.
 
     python tests/watched_ranks.py FOLDER
 
-They are busy in C++, with something that is no collective, as in a long rollout. Prints
-a JSON list, for each rank: {"code": its exit code, "printed": what it printed}.
+They are busy in C++, with something that is no collective, as in a long rollout. They
+know rank 0 by an address that is not the one it calls its own. Prints a JSON list, for
+each rank: {"code": its exit code, "printed": what it printed}.
 """
 
 import json
@@ -14,21 +15,20 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from launch import exit_code, free_port
+from launch import exit_code
 
 from support import ranks
 
-NODE_OF_RANK = [0, 0, 1]
+RANKS = 3
 
 
-def be_rank(rank: int, port: int, output: Path) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+def be_rank(rank: int, folder: Path) -> None:
+    file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 2)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE="3", GROUP_RANK=str(NODE_OF_RANK[rank])
-    )
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
+    address = "127.0.0.1" if rank == 0 else "127.0.0.2"
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR=address)
+    meeting = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS)
     store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
     ranks.GRACE = 0.1
     with ranks.watch_ranks():
@@ -39,13 +39,12 @@ def be_rank(rank: int, port: int, output: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    port = free_port()
     processes = []
-    for rank in range(3):
+    for rank in range(RANKS):
         child = os.fork()
         if child == 0:
             try:
-                be_rank(rank, port, folder / str(rank))
+                be_rank(rank, folder)
             finally:  # which only an error reaches
                 sys.excepthook(*sys.exc_info())
                 os._exit(2)

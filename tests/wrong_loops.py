@@ -521,8 +521,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a resume that goes on from the oldest checkpoint": Mistake(
         support.checkpoints.load_checkpoint,
-        "*older, newest = checkpoints(out)",
-        "newest, *older = checkpoints(out)",
+        "*older, newest = listed[0]",
+        "newest, *older = listed[0]",
         [
             "test_resume."
             "test_the_last_k_checkpoints_are_kept_and_an_unfinished_one_is_overwritten"
