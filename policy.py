@@ -247,10 +247,11 @@ def build_policy(
     if dtype == "auto":
         dtype = "bfloat16" if mesh.device_type == "cuda" else "float32"
     compute_dtype = getattr(torch, dtype)
-    if mesh.device_type == "cuda" and compute_dtype == torch.bfloat16:
-        # The head's product may use TF32, which holds a bfloat16 exactly. Its backward
-        # pass rounds the gradient of the logits to 11 bits.
-        torch.set_float32_matmul_precision("high")
+    if mesh.device_type == "cuda":
+        # Beside a bfloat16 policy the head's product may use TF32, which holds a
+        # bfloat16 exactly. Its backward pass rounds the logits' gradient to 11 bits.
+        is_bfloat16 = compute_dtype == torch.bfloat16
+        torch.set_float32_matmul_precision("high" if is_bfloat16 else "highest")
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,

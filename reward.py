@@ -102,9 +102,10 @@ NOT_IN_A_UNIT = re.compile(r"[^A-Za-z\s%°$€£'/.,;:()-]")
 # none.
 NOT_UNITS = set(
     "hundred hundreds thousand thousands million millions billion billions trillion "
-    "trillions dozen dozens k bn mn half quarter squared cubed factorial plus minus or "
-    "x y n".split()
+    "trillions dozen dozens k bn mn half quarter plus minus or x y n".split()
 )
+# Words that change a number right behind it: 5 squared, but 5 inches squared.
+OPERATIONS = {"squared", "cubed", "factorial"}
 
 
 def number_in(text: str) -> Fraction | None:
@@ -136,7 +137,7 @@ def is_unit(text: str) -> bool:
     if re.match(r"[A-Za-z](?![A-Za-z])", text):
         return False  # right behind the number stands one letter: a variable, as in 18x
     words = re.findall(r"[a-z]+", text.lower())
-    return NOT_UNITS.isdisjoint(words)
+    return NOT_UNITS.isdisjoint(words) and OPERATIONS.isdisjoint(words[:1])
 
 
 # --- 2. What it says: a formula
@@ -150,20 +151,22 @@ MIXED_NUMBER = re.compile(rf"{ALONE}(\d+){SPACE}+(\d+)/(\d+)(?!\d)")
 DIGITS_APART = re.compile(rf"{ALONE}[\d.]+(?:{SPACE}+\.?\d|{SPACE}*\{{\s*\d)")
 # 1{,}234, in which math_verify sees the set of 1 and 234 unless it stands alone
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))")
-# \frac 1 2
+# \frac 1 2, \frac 1{2}
 TWO_DIGITS = re.compile(r"\\([dt]?frac|binom)\s+(\d)\s+(\d)")
+DIGIT_AND_BRACE = re.compile(r"\\([dt]?frac|binom)\s+(\d)\s*(?=\{)")
 # 2(3), in which it sees the mixed number 2 + 3; the 2 may be in parentheses as well.
-OPENING = r"(?=(?:\\left\s*)?\()"
-PRODUCT = re.compile(rf"({ALONE}\d+|\(\d+\)){SPACE}*{OPENING}")
+IN_PARENTHESES = r"\(\s*-?\d+\s*(?:\\right\s*)?\)"
+PRODUCT = re.compile(rf"({ALONE}\d+|{IN_PARENTHESES}){SPACE}*(?=(?:\\left\s*)?\()")
 # 4i, and \mathrm{i}: it knows the letter only where that stands alone.
 IMAGINARY = re.compile(r"(?<=\d)i(?![A-Za-z])")
 ROMAN = re.compile(r"\\(?:mathrm|text)\s*\{\s*([ie])\s*\}")
 INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 BASE_IN_WORDS = re.compile(r"_\{?\\(?:text|mathrm|mbox)\s*\{\s*(\w+)\s*\}\}?")
-# 204_5, (204)_{5}, 1A3_{(16)}
+# 204_5, (204)_{5}, 1A3_{(16)}: letters are digits where the base is above 10.
+DIGITS = r"\d+|\d[\dA-F]*(?=\)?_\{?\s*\(?\s*1[1-6]\b)"
 NUMERAL = re.compile(
-    r"(?<![\w.^])(?:\(0*(\d[\dA-F]*)\)|0*(\d[\dA-F]*))"
+    rf"(?<![\w.^])(?:\(0*({DIGITS})\)|0*({DIGITS}))"
     r"_(?:\{\s*\(?\s*(\w+)\s*\)?\s*\}|(\d+))"
 )
 POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -171,18 +174,26 @@ IN_TEXT = r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{"
 SCALE = re.compile(
     rf"(?<=\d){SPACE}*({IN_TEXT}[\s~]*)?({'|'.join(POWERS)})s?\b", re.IGNORECASE
 )
-# A unit at the end, behind a number or a formula, with its power: \text{ cm}^2.
+# A unit at the end, behind a number or a formula: \text{ cm}^2, \mathrm{~m}/\mathrm{s}.
+ONE_UNIT = rf"{SPACE}*{IN_TEXT}([^{{}}\\]*)\}}(?:\^\{{?-?\d\}}?)?"
 UNIT = re.compile(
-    rf"(?<=[\w)}}!%]){SPACE}*{IN_TEXT}([^{{}}\\]*)\}}(?:\^\{{?\d\}}?)?$", re.ASCII
+    rf"(?<=[\w)}}!%])(?<!_){ONE_UNIT}(?:{SPACE}*(?:/|\\cdot){ONE_UNIT})*$", re.ASCII
+)
+# Words that are the answer, or a part of it, and no unit.
+SAYING = set(
+    "am pm even odd increase decrease north south east west left right yes no true "
+    "false more less up down win loss".split()
 )
 # Without \text one letter, or two, may be variables: only these words are units.
 UNITS = (
     "dollars? cents? euros? degrees? radians? units? inch(?:es)? feet foot yards? "
     "miles? meters? metres? kilometers? centimeters? km cm mm kg grams? kilograms? "
-    "liters? litres? hours? minutes? seconds? days? weeks? months? years? mph"
+    "liters? litres? hours? minutes? seconds? days? weeks? months? years? mph ft min "
+    "sec hr lbs?"
 ).split()
 BARE_UNIT = re.compile(
-    rf"(?<=[\d)}}%]){SPACE}*(?:(?:square|cubic)\s+)?(?:{'|'.join(UNITS)})"
+    rf"(?:(?<=[\d)}}%]){SPACE}*|(?<=\\pi){SPACE}+)"
+    rf"(?:(?:square|cubic)\s+)?(?:{'|'.join(UNITS)})"
     r"(?:\^\{?\d\}?)?$"
 )
 
@@ -203,6 +214,7 @@ def latex_of(text: str) -> str:
     text = INNER_BOX.sub("", text)
     text = THOUSANDS.sub("", text)
     text = TWO_DIGITS.sub(r"\\\1{\2}{\3}", text)
+    text = DIGIT_AND_BRACE.sub(r"\\\1{\2}", text)
     text = GROUPED_DIGITS.sub(lambda found: re.sub(SPACE, "", found[0]), text)
     text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     if DIGITS_APART.search(text):
@@ -232,11 +244,24 @@ def without_unit(text: str) -> str:
     if found is None:
         return BARE_UNIT.sub("", text)
     formula = text[: found.start()]
-    # In A \text{ or } \text{B} the last one is no unit.
+    # In A \text{ or } \text{B} the last one is no unit, and in \triangle\text{ABC}.
     follows_words = re.search(rf"{IN_TEXT}[^{{}}]*\}}\s*$", formula)
-    if follows_words or not is_unit(" " + found[1].replace("~", " ")):
+    follows_command = re.search(r"\\(?!pi$|circ$)[A-Za-z]+$", formula)
+    if follows_words or follows_command:
         return text
+    for words in re.findall(ONE_UNIT, found[0]):
+        if not is_latex_unit(words.replace("~", " "), formula):
+            return text
     return formula
+
+
+def is_latex_unit(words: str, formula: str) -> bool:
+    """Whether what stands in a \text behind the formula leaves its value alone."""
+    if re.fullmatch(r"[A-Z]+", words.strip()):
+        # 10\text{ N} is a force, and 3\mathrm{B} is three times B.
+        return len(words.strip()) == 1 and words[0] == " " and formula[-1].isdigit()
+    said = set(words.lower().replace(".", "").split())
+    return is_unit(f" {words}") and SAYING.isdisjoint(said)
 
 
 # --- 3. Whether it is the gold answer

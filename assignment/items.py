@@ -1828,6 +1828,7 @@ def check_arm(name: str, arm: Any) -> None:
 def check_flags(flags_of_arms: list[list[str]]) -> None:
     """train.py takes the flags, they are two settings, and one has a mismatch."""
     # Not at the top of the file: the trainer takes seconds to import.
+    from support.checkpoints import MAY_DIFFER
     from support.checks import should_be_on_policy
     from support.flags import Refused, parse_flags
     from train import Config
@@ -1851,7 +1852,8 @@ def check_flags(flags_of_arms: list[list[str]]) -> None:
                 f"train.py has no objective {cfg.objective!r}: there are "
                 f"{', '.join(OBJECTIVES)}, and those of a module, as module:name"
             )
-        settings.append(cfg.model_dump(exclude={"out_dir"}))
+        # Not what only says where and how fast it runs.
+        settings.append(cfg.model_dump(exclude=MAY_DIFFER - {"steps"}))
         mismatched = mismatched or (
             not should_be_on_policy(cfg)
             or cfg.passes > default.passes

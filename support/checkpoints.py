@@ -334,7 +334,12 @@ def save_model(
         shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():  # of a run that had fewer steps
             folder.rename(replaced)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(folder)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
 
     try:

@@ -146,12 +146,7 @@ def read_rows(source: Path | str) -> list[Row]:
                 row_of(fields, where=f"{source}, line {number}")
                 for number, fields in numbered
             ]
-        # AMO-Bench marks answers that only a reader can judge; those are left out.
-        return [
-            hub_row_of(fields, where=f"{source}, line {number}")
-            for number, fields in numbered
-            if fields.get("answer_type") != "description"
-        ]
+        return rows_of_hub(numbered, source)
     except OSError as error:
         raise ValueError(f"cannot load {source}: {one_line(error)}") from None
 
@@ -208,10 +203,10 @@ def row_of(fields: dict, where: str) -> Row:
             f"{where} has no gold answer: give a text or a number as {GOLD_COLUMNS}"
         )
     gold = fields[gold_columns[0]]
-    if isinstance(gold, float) and gold.is_integer():
-        gold = int(gold)  # 24.0, as pandas writes a column of integers with a gap
     if isinstance(gold, float):
-        gold = format(Decimal(repr(gold)), "f")  # 0.0000001, where str has 1e-07
+        # 0.0000001, where str has 1e-07. And 24 for 24.0, as pandas writes a column of
+        # integers with a gap.
+        gold = format((Decimal(repr(gold)) + 0).normalize(), "f")
     row = Row(
         where=where,
         prompt=prompts[0],
@@ -223,12 +218,27 @@ def row_of(fields: dict, where: str) -> Row:
     return row
 
 
-def hub_row_of(fields: dict, where: str) -> Row:
-    """The same; without them a row that reward.load_task leaves out and counts."""
-    try:
-        return row_of(fields, where)
-    except ValueError:
-        return Row(where=where, prompt="", gold="", is_solution=False)
+def rows_of_hub(numbered: Iterable[tuple[int, dict]], source: str) -> list[Row]:
+    """The rows of a hub dataset, which is not the user's to correct.
+
+    One that has no problem or no answer becomes one that reward.load_task leaves out
+    and counts. ValueError if none has both: its columns have other names, say.
+    """
+    rows = []
+    complaints = []
+    for number, fields in numbered:
+        # AMO-Bench marks answers that only a reader can judge; those are left out.
+        if fields.get("answer_type") == "description":
+            continue
+        where = f"{source}, line {number}"
+        try:
+            rows.append(row_of(fields, where))
+        except ValueError as error:
+            complaints.append(error)
+            rows.append(Row(where=where, prompt="", gold="", is_solution=False))
+    if complaints and len(complaints) == len(rows):
+        raise complaints[0]
+    return rows
 
 
 def is_text(value: Any) -> bool:

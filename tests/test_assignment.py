@@ -1073,7 +1073,7 @@ def test_two_arms_of_one_setting_are_refused_however_it_is_written(
     results = solution_results()
     first, second = results["arms"].values()
     first["flags"] = ["--lag=4", "--out_dir=runs/a"]
-    second["flags"] = ["--lag", "4", "--out_dir=runs/b"]
+    second["flags"] = ["--lag", "4", "--out_dir=runs/b", "--save_every=2"]
     assert "the arms have the same settings" in complaint(tmp_path, results)
 
 

@@ -183,6 +183,22 @@ MATH = [
     (r"\frac{1}{2}\mathrm{~kg}", "0.5", RIGHT),
     ("5", "5 cm", RIGHT),
     ("5", "5 square feet", RIGHT),
+    ("12", r"12\text{ inches squared}", RIGHT),
+    ("25", r"5\text{ squared}", WRONG),
+    ("10", r"10\text{ N}", RIGHT),
+    (r"5 \mathrm{~km} / \mathrm{h}", "5", RIGHT),
+    (r"9.8\text{ m}/\text{s}^2", "9.8", RIGHT),
+    (r"12\pi cm", r"12\pi", RIGHT),
+    ("30", "30 min", RIGHT),
+    # words that are the answer, or a part of it
+    (r"x_\text{max}", r"x_\text{min}", WRONG),
+    (r"204_\text{five}", r"204_\text{six}", WRONG),
+    (r"204_\text{five}", r"204_{\text{five}}", RIGHT),
+    (r"5:30\text{ a.m.}", r"5:30\text{ p.m.}", WRONG),
+    (r"20\%\text{ increase}", r"20\%\text{ decrease}", WRONG),
+    (r"n\text{ even}", r"n\text{ odd}", WRONG),
+    (r"\triangle\text{ABC}", r"\triangle\text{DEF}", WRONG),
+    (r"2\mathrm{A}+3\mathrm{B}", r"2\mathrm{A}+3\mathrm{C}", WRONG),
     # a letter is a variable, and no unit
     ("3t", "3", WRONG),
     ("3t", "3t", RIGHT),
@@ -202,6 +218,9 @@ MATH = [
     ("6", "(2)(3)", RIGHT),
     (r"\frac{3}{2}", r"2\left(\frac34\right)", RIGHT),
     ("2x+2", "2(x+1)", RIGHT),
+    ("-6", "(-2)(3)", RIGHT),
+    ("-5", "(-2)(3)", WRONG),
+    ("6", r"\left(2\right)\left(3\right)", RIGHT),
     ("3", "1{2}", WRONG),
     ("3", r"1\thinspace 2", WRONG),
     # i, wherever it stands
@@ -215,6 +234,8 @@ MATH = [
     # a base in parentheses or in words, digits that are letters
     ("204", "204_{(5)}", WRONG),
     (r"204_{\mathrm{five}}", r"204_{\mathrm{six}}", WRONG),
+    ("2F_{n}", "2F_n", RIGHT),
+    ("2A_1", "A_1+A_1", RIGHT),
     ("1A3_{16}", "1A3_{12}", WRONG),
     ("1A3_{16}", "1A3_{(16)}", RIGHT),
     ("1011_2", "(1011)_2", RIGHT),
@@ -224,6 +245,8 @@ MATH = [
     ("1234", "x=1{,}234", RIGHT),
     (r"\frac{1234}{5}", r"\frac{1{,}234}{5}", RIGHT),
     (r"\frac12", r"\frac 1 2", RIGHT),
+    (r"\frac12", r"\frac 1{2}", RIGHT),
+    (r"\frac34", r"\dfrac 3 {4}", RIGHT),
     ("10", r"\binom 5 2", RIGHT),
     # not an answer
     ("18", "", WRONG),
@@ -287,6 +310,8 @@ GSM8K = [
     ("84", r"\boxed{\$84}", RIGHT),
     ("84", r"\boxed{84\%}", RIGHT),
     ("84", r"\boxed{84\text{ lemons}}", RIGHT),
+    ("84", "#### 84 inches squared", RIGHT),
+    ("84", "#### 84 squared", WRONG),
     ("84", r"\boxed{x=84}", WRONG),
     ("84", r"\boxed{168/2}", WRONG),
     ("84", r"\boxed{}", WRONG),
@@ -1020,7 +1045,8 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "number, gold", [("1e-7", "0.0000001"), ("24.0", "24"), ("0.50", "0.5")]
+    "number, gold",
+    [("1e-7", "0.0000001"), ("24.0", "24"), ("0.50", "0.5"), ("1e23", "1" + "0" * 23)],
 )
 def test_a_gold_number_is_written_as_people_do(number, gold, tmp_path):
     (tmp_path / "t.jsonl").write_text(f'{{"prompt": "x", "answer": {number}}}\n')
@@ -1038,9 +1064,15 @@ def test_an_own_problem_is_not_left_out_for_a_mark_of_amo_bench(tmp_path):
     "fields", [{"answer": "2"}, {"prompt": "x", "answer": None}, {"prompt": "\0"}]
 )
 def test_a_hub_row_without_a_problem_or_an_answer_has_no_gold(fields):
-    assert tasks.hub_row_of(fields, "here") == tasks.Row("here", "", "", False)
-    with pytest.raises(ValueError, match="here has no"):
-        tasks.row_of(fields, "here")
+    good = {"prompt": "1+1", "answer": "2"}
+    rows = tasks.rows_of_hub([(1, good), (2, fields)], "a/b test")
+    assert rows == [
+        tasks.Row("a/b test, line 1", "1+1", "2", False),
+        tasks.Row("a/b test, line 2", "", "", False),
+    ]
+    # Where no row has them, the first one's complaint is of more use.
+    with pytest.raises(ValueError, match="a/b test, line 1 has no"):
+        tasks.rows_of_hub([(1, fields), (2, fields)], "a/b test")
 
 
 def test_a_chat_template_that_prints_the_date_prints_the_same_one_every_day():
