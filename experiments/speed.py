@@ -79,8 +79,8 @@ HEAD_TOKENS = 16_384
 PART_TOKENS = 2048
 # The vocabulary of a model, and its hidden size.
 HEADS = {"SmolLM2-135M": (49_152, 576), "Qwen2.5-1.5B": (151_936, 1536)}
-# Updates that do not count. The first ones of a process wait for memory, until malloc has
-# kept enough of it: with SmolLM2 in float32 they took 16, 12, 11 and 11 s, then 9.
+# Updates that do not count. The first ones of a process wait for memory, until malloc
+# has kept enough of it: with SmolLM2 in float32 they took 16, 12, 11 and 11 s, then 9.
 SETTLING = 4
 # About so many micro-batches has an update whose pass for e_B is measured.
 MICRO_BATCHES = 4
