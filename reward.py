@@ -256,8 +256,10 @@ def without_unit(text: str) -> str:
 
 
 def is_latex_unit(words: str, formula: str) -> bool:
-    """Whether what stands in a \text behind the formula leaves its value alone."""
+    r"""Whether what stands in a \text behind the formula leaves its value alone."""
     if re.fullmatch(r"[A-Z]+", words.strip()):
+        if re.search(r"\\circ\}?$", formula):
+            return words.strip() in ("C", "F")
         # 10\text{ N} is a force, and 3\mathrm{B} is three times B.
         return len(words.strip()) == 1 and words[0] == " " and formula[-1].isdigit()
     said = set(words.lower().replace(".", "").split())

@@ -186,6 +186,8 @@ MATH = [
     ("12", r"12\text{ inches squared}", RIGHT),
     ("25", r"5\text{ squared}", WRONG),
     ("10", r"10\text{ N}", RIGHT),
+    ("25", r"25^\circ\text{C}", RIGHT),
+    ("25", r"25^{\circ}\mathrm{F}", RIGHT),
     (r"5 \mathrm{~km} / \mathrm{h}", "5", RIGHT),
     (r"9.8\text{ m}/\text{s}^2", "9.8", RIGHT),
     (r"12\pi cm", r"12\pi", RIGHT),
