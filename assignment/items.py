@@ -1181,7 +1181,7 @@ def parts_of_the_whole_batch(draw: Draw) -> list[Question]:
             expect(
                 stats_of_twice[name],
                 value / 2,
-                f"with other A {instead}, {name} in the dictionary is",
+                f"with A other than 0 {instead}, {name} in the dictionary is",
                 mistakes=[("what it was: it is not divided by token_count", value)],
             )
 

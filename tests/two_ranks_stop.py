@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from launch import exit_code
-from one_rank_dies import begin_two_ranks
+from one_rank_dies import FLAGS, begin_two_ranks
 
 import train
 
-FLAGS = [
-    "--steps=4",
-    "--prompts_per_step=4",
-    "--eval_problems=8",
-    "--eval_every=0",
-]
+# What there is afterwards was saved at the end, or was not.
+UNSAVED = [*FLAGS, "--save_every=0"]
 
 add_reward = train.add_reward
 
@@ -52,7 +48,7 @@ def main(folder: Path, cases: list[str]) -> None:
         # The ranks are forked from this process, and have what it has.
         train.add_reward = FAULTS.get(case, add_reward)
         blow = ["SIGTERM", "update", 2] if case == "signal" else None
-        ranks = begin_two_ranks(of_case, FLAGS, nodes=1, blows=[None, blow])
+        ranks = begin_two_ranks(of_case, UNSAVED, nodes=1, blows=[None, blow])
         ends[case] = {
             "codes": [exit_code(rank) for rank in ranks],
             "printed": [(of_case / f"printed-{rank}").read_text() for rank in range(2)],
