@@ -14,7 +14,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -206,6 +206,12 @@ class Engine:
         from vllm import LLM
 
         cuda = torch.cuda.is_available()
+        self.forget_cast: Callable[[torch.nn.Module], None] | None = None
+        if not cuda:
+            # By its import vLLM casts the head once a sync, not at every step.
+            from support.head_on_cpu import forget_cast
+
+            self.forget_cast = forget_cast
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         vocabulary = config.vocab_size
         self.top_logprobs = min(top_logprobs, vocabulary)
@@ -386,6 +392,8 @@ class Engine:
 
         if self.can_sleep:
             self.llm.wake_up(tags=["weights"])
+        if self.forget_cast:
+            self.llm.apply_model(self.forget_cast)
         self.incomplete.empty.clear()
         self.incomplete.partial.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})

