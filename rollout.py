@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -206,12 +206,12 @@ class Engine:
         from vllm import LLM
 
         cuda = torch.cuda.is_available()
-        self.forget_cast: Callable[[torch.nn.Module], None] | None = None
+        self.while_generating: Callable[[LLM], AbstractContextManager] = nullcontext
         if not cuda:
-            # By its import vLLM casts the head once a sync, not at every step.
-            from support.head_on_cpu import forget_cast
+            # Before the engine is built, as it changes a layer of vLLM's.
+            from support.vllm_on_cpu import faster_on_cpu
 
-            self.forget_cast = forget_cast
+            self.while_generating = faster_on_cpu
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         vocabulary = config.vocab_size
         self.top_logprobs = min(top_logprobs, vocabulary)
@@ -295,10 +295,7 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], sampling: Any) -> list:
         """vLLM's RequestOutputs for these prompts (token ids), with SamplingParams."""
-        # With a log-probability vLLM counts the token's rank, in a compiled function.
-        # On a CPU the compiler takes some ten seconds, and the count itself no time.
-        stance = "default" if torch.cuda.is_available() else "force_eager"
-        with torch.compiler.set_stance(stance):
+        with self.while_generating(self.llm):
             return self.llm.generate(
                 [{"prompt_token_ids": prompt} for prompt in prompts],
                 sampling,
@@ -318,7 +315,7 @@ class Engine:
                 prompt_length.append(len(prompt))
                 responses.append(ids)
                 # For each token of the response vLLM lists it, and then the K most
-                # likely ones. numpy reads a list five times as fast as torch does.
+                # likely ones. numpy reads a list faster than torch does.
                 shape = (len(ids), 1 + self.top_logprobs)
                 listed = response.logprobs
                 token_ids = np.array(listed.token_ids, dtype=np.int64)
@@ -392,8 +389,6 @@ class Engine:
 
         if self.can_sleep:
             self.llm.wake_up(tags=["weights"])
-        if self.forget_cast:
-            self.llm.apply_model(self.forget_cast)
         self.incomplete.empty.clear()
         self.incomplete.partial.clear()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})

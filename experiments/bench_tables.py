@@ -37,8 +37,6 @@ SPEED_TITLES = {
     "driven directly",
     ("rollout", "speed beside vLLM bare"): "rollout, our speed / vLLM's without "
     "log-probabilities",
-    ("rollout", "time beside casts"): "rollout's time, head cast to float32 once a "
-    "sync / at every step",
     ("update", "tokens a second"): "update, tokens a second, each response with its "
     "prompt",
     ("update", "tokens read a second"): "update, tokens a second, a shared prompt once",

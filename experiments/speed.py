@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch.distributed import DeviceMesh
@@ -175,12 +174,11 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
     cost: both have those. "as asked" has the same log-probabilities, and leaves out
     what Engine does with them. "bare" asks for none. The noise is that of seed 0 for
     each prompt, so all three sample the same responses. vLLM compiles the count of
-    token ranks, and Engine has it computed without (Engine.generate): the compiling
-    itself falls into the turn that does not count. On a CPU, not in float32, ours is
-    also timed as vLLM has it without support/head_on_cpu.py.
+    token ranks on a CPU, and Engine has it computed without (support/vllm_on_cpu.py):
+    the compiling itself falls into the turn that does not count. In bfloat16 Engine has
+    the head cast to float32 once there, and vLLM does so at every decoding step.
     """
     from vllm import SamplingParams
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
 
@@ -203,27 +201,15 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
             max_tokens=cfg.max_response_tokens,
         )
 
-    def ours_with_casts() -> None:
-        from support.head_on_cpu import CastOnce
-
-        with mock.patch.object(CastOnce, "_apply_head", LogitsProcessor._apply_head):
-            ours()
-
     as_asked = partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True)
-    acts = {"ours": ours, "as_asked": as_asked, "bare": direct}
-    if engine.forget_cast and engine.dtype != torch.float32:
-        acts["with_casts"] = ours_with_casts
     tokens = int(ours().mask.sum())
-    seconds = in_turn(ROLLOUT_TURNS, **acts)
-    found = {
+    seconds = in_turn(ROLLOUT_TURNS, ours=ours, as_asked=as_asked, bare=direct)
+    return {
         "tokens": tokens,
         "tokens a second": spread([tokens / s for s in seconds["ours"]]),
         "speed beside vLLM as asked": ratios(seconds["as_asked"], seconds["ours"]),
         "speed beside vLLM bare": ratios(seconds["bare"], seconds["ours"]),
     }
-    if "with_casts" in seconds:
-        found["time beside casts"] = ratios(seconds["ours"], seconds["with_casts"])
-    return found
 
 
 def measure_update(

@@ -6,7 +6,7 @@ shows: in the numbers of a batch, in a probe, in what vLLM says itself.
 
 import re
 from collections.abc import Callable, Iterator
-from unittest import mock
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -50,37 +50,52 @@ def test_a_sync_brings_engine_and_trainer_together_and_a_skipped_one_shows(
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])
-def test_a_head_that_is_cast_once_a_sync_gives_what_vllms_own_gives_bit_for_bit(
-    quantization, build_engine, prompts
+def test_what_makes_an_engine_faster_on_a_cpu_changes_no_bit_of_what_it_samples(
+    quantization, build_engine, prompts, monkeypatch
 ):
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    from support.head_on_cpu import CastOnce
-
     engine = build_engine(dtype="bfloat16", quantization=quantization, top_logprobs=20)
-
-    def cast_weight() -> torch.Tensor | None:
-        (weight,) = engine.llm.apply_model(
-            lambda model: model.logits_processor.cast_weight
-        )
-        return weight
-
     model = AutoModelForCausalLM.from_pretrained("tiny")
     for version in ("1", "2"):
         moved(model)
         engine.load_weights(model.state_dict().items(), version=version)
-        assert cast_weight() is None
-        cast_once = sample(engine, prompts[:4])
-        of_this_sync = cast_weight()
-        assert of_this_sync.dtype == torch.float32
-        # vLLM's own casts the weights that it has at every step.
-        with mock.patch.object(CastOnce, "_apply_head", LogitsProcessor._apply_head):
+        faster = sample(engine, prompts[:4])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "while_generating", nullcontext)
             expected = sample(engine, prompts[:4])
-        assert torch.equal(cast_once.tokens, expected.tokens)
-        assert torch.equal(cast_once.logp_behavior, expected.logp_behavior)
-        assert torch.equal(cast_once.top_logp_behavior, expected.top_logp_behavior)
-        sample(engine, prompts[:4])
-        assert cast_weight() is of_this_sync
+        assert faster.weight_version == expected.weight_version == version
+        assert torch.equal(faster.tokens, expected.tokens)
+        assert torch.equal(faster.logp_behavior, expected.logp_behavior)
+        assert torch.equal(faster.top_logp_behavior, expected.top_logp_behavior)
+
+
+def test_on_a_cpu_the_head_is_cast_once_a_rollout_and_the_copy_is_dropped_after_it(
+    build_engine, prompts, monkeypatch
+):
+    engine = build_engine(dtype="bfloat16")
+
+    def copies(model: torch.nn.Module) -> dict | None:
+        return model.logits_processor.copies
+
+    steps = []
+    decode = engine.llm.llm_engine.step
+
+    def step():
+        outputs = decode()
+        (kept,) = engine.llm.apply_model(copies)
+        steps.append({id(copy): copy.dtype for copy in kept.values()})
+        return outputs
+
+    monkeypatch.setattr(engine.llm.llm_engine, "step", step)
+    sample(engine, prompts[:4])
+    assert len(steps) > 10
+    # One copy of one head, and the same one after every decoding step.
+    assert list(steps[0].values()) == [torch.float32]
+    assert all(of_step == steps[0] for of_step in steps)
+    assert engine.llm.apply_model(copies) == [None]
+    # Driven directly, the engine is vLLM's own.
+    monkeypatch.undo()
+    engine.llm.generate([{"prompt_token_ids": prompts[0]}], use_tqdm=False)
+    assert engine.llm.apply_model(copies) == [None]
 
 
 # What vLLM says
