@@ -10,6 +10,7 @@ register that vLLM has for this. Outside of faster_on_cpu the layer is vLLM's ow
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.nn.functional import linear
@@ -50,28 +51,21 @@ class CastingProcessor(LogitsProcessor):
         return linear(hidden_states, self.copies[lm_head], embedding_bias)
 
 
-def keep_copies(model: torch.nn.Module) -> None:
-    """Let a vLLM model keep the copies that it makes from now on."""
+def set_copying(model: torch.nn.Module, is_on: bool) -> None:
+    """Let a vLLM model keep copies from now on, or drop them and make none."""
     for layer in model.modules():
         if isinstance(layer, CastingProcessor):
-            layer.copies = {}
-
-
-def drop_copies(model: torch.nn.Module) -> None:
-    """Let a vLLM model forget its copies, and make none."""
-    for layer in model.modules():
-        if isinstance(layer, CastingProcessor):
-            layer.copies = None
+            layer.copies = {} if is_on else None
 
 
 @contextmanager
 def faster_on_cpu(llm: LLM) -> Iterator[None]:
     """Within, the weights of `llm` must not change, and it generates faster."""
-    llm.apply_model(keep_copies)
+    llm.apply_model(partial(set_copying, is_on=True))
     try:
         # With a log-probability vLLM counts the token's rank, in a compiled function.
         # The compiler takes some ten seconds, and the count itself no time.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        llm.apply_model(drop_copies)
+        llm.apply_model(partial(set_copying, is_on=False))
