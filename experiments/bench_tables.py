@@ -5,6 +5,7 @@ A cell is a median, with the least and the most in brackets where there are seve
 
 from typing import Any
 
+from experiments.choices import SHORT_TURNS
 from experiments.speed import KL_TURNS, LISTED, ROLLOUT_TURNS, TURNS
 from experiments.tables import table
 from experiments.threads import THREAD_TURNS
@@ -17,6 +18,7 @@ STEPS_OF_MODEL = "steps of the pretrained model"
 PARTS = {
     STEPS_OF_TINY: "whole steps of the embedded policy",
     STEPS_OF_MODEL: "whole steps of the pretrained model",
+    "choices": "smaller choices",
     "head": "the head",
     "speed": "rollouts, updates, syncs and profiles",
     "threads": "threads",
@@ -208,6 +210,11 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
         title = f"{phase}, time with threads bound to cores / free ones"
         found[title] = of_threads.get(phase)
 
+    choices = results.get("choices", {"chunks": {}, "models": {}})
+    found |= choices["models"].get(column, {})
+    if dtype == "float32":
+        found |= choices["chunks"]
+
     kl = results.get("exact KL", {"models": {}})["models"].get(column)
     for phase in ("rollout", "gradient"):
         title = f"{phase}, processor time with the KL's {LISTED} tokens / none"
@@ -275,7 +282,8 @@ def report(results: dict[str, Any]) -> str:
             "Medians, with the least and the most in brackets; bold where the median "
             "falls short of its goal. What is compared ran in turn: rollouts in "
             f"{ROLLOUT_TURNS} turns, threads in {THREAD_TURNS}, the KL's cost in "
-            f"{KL_TURNS['tiny']} (tiny) and {KL_TURNS['pretrained']}, and whole steps "
+            f"{KL_TURNS['tiny']} (tiny) and {KL_TURNS['pretrained']}, lists, optimizer "
+            f"steps and the order of micro-batches in {SHORT_TURNS}, and whole steps "
             f"as said below; all else in {TURNS}.",
             table_of_goals(results),
             "## Without a goal",

@@ -556,6 +556,30 @@ def profile(act: Callable[[], Any], device: str, vocabulary: int) -> dict[str, A
     }
 
 
+def head_gradient(
+    head: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int
+) -> None:
+    """log pi_theta of tokens, [M, 1 + K], and its gradients, as in Policy.forward.
+
+    `chunk` of the M hidden states, [M, D], at a time; the head is [V, D].
+    """
+    float_head = head.float()
+    logps = []
+    for hidden_chunk, token_chunk in zip(
+        hidden.split(chunk), tokens.split(chunk), strict=True
+    ):
+        logp = torch.utils.checkpoint.checkpoint(
+            chunk_log_probabilities,
+            hidden_chunk,
+            float_head,
+            1.0,
+            token_chunk,
+            use_reentrant=False,
+        )
+        logps.append(logp)
+    torch.cat(logps).sum().backward()
+
+
 def measure_head(vocabulary: int, hidden_size: int, dtype: str) -> dict[str, Any]:
     """Memory and time of log pi_theta with its gradients: in chunks, and otherwise.
 
@@ -571,24 +595,7 @@ def measure_head(vocabulary: int, hidden_size: int, dtype: str) -> dict[str, Any
     tokens = torch.randint(vocabulary, (HEAD_TOKENS, 1 + LISTED))
 
     def in_chunks(count: int, columns: int) -> None:
-        """As Policy.forward, for the first `count` positions and `columns` tokens."""
-        float_head = head.float()
-        logps = []
-        for of_chunk, tokens_of_chunk in zip(
-            hidden[:count].split(CHUNK),
-            tokens[:count, :columns].split(CHUNK),
-            strict=True,
-        ):
-            logp = torch.utils.checkpoint.checkpoint(
-                chunk_log_probabilities,
-                of_chunk,
-                float_head,
-                1.0,
-                tokens_of_chunk,
-                use_reentrant=False,
-            )
-            logps.append(logp)
-        torch.cat(logps).sum().backward()
+        head_gradient(head, hidden[:count], tokens[:count, :columns], CHUNK)
         head.grad = hidden.grad = None
 
     def at_once(count: int) -> None:
