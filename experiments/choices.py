@@ -3,6 +3,7 @@
 experiments/bench.py runs this and writes what it finds, by the titles of its table.
 """
 
+import os
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from experiments.speed import (
     padding,
     ratios,
     seconds_of,
+    spread,
 )
 from policy import CHUNK, Policy
 from rollout import Engine, Rollouts
@@ -72,8 +74,9 @@ def measure_engines(
 ) -> dict[str, Any]:
     """A rollout by Engine.generate, by its vLLM alone, and by one that compiles.
 
-    Engine has vLLM compile nothing on a CPU. All have the same noise and give the same
-    log-probabilities. The engine that compiles is put into `engines`.
+    Engine has vLLM compile nothing on a CPU. All have the same noise, and are asked for
+    as many log-probabilities. Compiled layers round otherwise, so responses may differ:
+    times are for a token. The engine that compiles is put into `engines`.
     """
     # Not at the top of the file: it takes seconds.
     import vllm
@@ -84,7 +87,9 @@ def measure_engines(
         return llm_of_engine(*arguments, **settings | {"enforce_eager": False})
 
     def start() -> None:
-        with patch.object(vllm, "LLM", compiling):
+        # Nothing is compiled beforehand, by an earlier run of this.
+        no_cache = patch.dict(os.environ, VLLM_DISABLE_COMPILE_CACHE="1")
+        with no_cache, patch.object(vllm, "LLM", compiling):
             compiled = Engine(
                 cfg.model,
                 engine.max_model_len,
@@ -105,29 +110,39 @@ def measure_engines(
         detokenize=False,
     )
 
-    def ours() -> None:
+    def ours() -> list:
         engine.llm.reset_prefix_cache()
-        engine.generate(prompts, sampling)
+        return engine.generate(prompts, sampling)
 
-    def direct(llm: vllm.LLM) -> None:
+    def direct(llm: vllm.LLM) -> list:
         llm.reset_prefix_cache()
-        llm.generate(asked, sampling, use_tqdm=False)
+        return llm.generate(asked, sampling, use_tqdm=False)
 
+    compiled_llm = engines[-1].llm
+    more_tokens = tokens_in(direct(compiled_llm)) / tokens_in(direct(engine.llm))
     seconds = in_turn(
         ROLLOUT_TURNS,
         ours=ours,
         plain=partial(direct, engine.llm),
-        compiled=partial(direct, engines[-1].llm),
+        compiled=partial(direct, compiled_llm),
     )
+    of_plain = [more_tokens * s for s in seconds["plain"]]
     return {
         "rollout's time in a process that only samples, vLLM alone / Engine.generate": (
             ratios(seconds["plain"], seconds["ours"])
         ),
         "rollout's time, vLLM that compiles its layers / that does not": ratios(
-            seconds["compiled"], seconds["plain"]
+            seconds["compiled"], of_plain
         ),
         "start of vLLM that compiles its layers, s": seconds_to_start,
     }
+
+
+def tokens_in(outputs: list) -> int:
+    """Tokens of all responses in vLLM's RequestOutputs."""
+    return sum(
+        len(response.token_ids) for output in outputs for response in output.outputs
+    )
 
 
 def measure_order(policy: Policy, rollouts: Rollouts, device: str) -> dict[str, Any]:
@@ -164,29 +179,46 @@ def measure_order(policy: Policy, rollouts: Rollouts, device: str) -> dict[str, 
     return found
 
 
-def measure_optimizer(policy: Policy, cfg: Config) -> dict[str, float]:
+def measure_optimizer(policy: Policy, cfg: Config) -> dict[str, Any]:
     """An optimizer step of the fused AdamW, beside that of torch's default."""
     fused, _ = build_optimizer(policy, cfg)
-    default = torch.optim.AdamW(policy.parameters(), cfg.learning_rate)
+    default = torch.optim.AdamW(
+        policy.parameters(), cfg.learning_rate, weight_decay=cfg.weight_decay
+    )
     for weight in policy.parameters():
         weight.grad = torch.zeros_like(weight)
     seconds = in_turn(SHORT_TURNS, fused=fused.step, default=default.step)
     policy.zero_grad()
-    return ratios(seconds["fused"], seconds["default"])
+    return {
+        "an optimizer step by fused AdamW, s": spread(seconds["fused"]),
+        "optimizer step's time, fused AdamW / torch's default": ratios(
+            seconds["fused"], seconds["default"]
+        ),
+    }
 
 
-def measure_lists(rollouts: Rollouts) -> dict[str, float]:
-    """vLLM's lists of log-probabilities as a tensor by way of numpy, beside torch's."""
-    listed = rollouts.top_logp_behavior.flatten().tolist()
+def measure_lists(rollouts: Rollouts) -> dict[str, Any]:
+    """A list of log-probabilities for each response, as Engine.as_rollouts has them
+    from vLLM: as a tensor by way of numpy, beside torch's own.
+    """
+    lists = [
+        logp[mask].flatten().tolist()
+        for logp, mask in zip(rollouts.top_logp_behavior, rollouts.mask, strict=True)
+    ]
 
     def by_numpy() -> None:
-        torch.from_numpy(np.array(listed, dtype=np.float32))
+        torch.from_numpy(np.concatenate([np.array(of, np.float32) for of in lists]))
 
     def by_torch() -> None:
-        torch.tensor(listed)
+        torch.cat([torch.tensor(of) for of in lists])
 
     seconds = in_turn(SHORT_TURNS, by_numpy=by_numpy, by_torch=by_torch)
-    return ratios(seconds["by_numpy"], seconds["by_torch"])
+    return {
+        "lists of log-probabilities to a tensor, s": spread(seconds["by_numpy"]),
+        "time of these, by numpy / by torch": ratios(
+            seconds["by_numpy"], seconds["by_torch"]
+        ),
+    }
 
 
 def measure_choices(
@@ -205,12 +237,6 @@ def measure_choices(
     chunks = measure_chunks()
     for name, (policy, _, rollouts, _) in first_steps.items():
         models[name] |= measure_order(policy, rollouts, mesh.device_type)
-        models[name] |= {
-            "time of vLLM's lists to tensors, by numpy / by torch": (
-                measure_lists(rollouts)
-            ),
-            "optimizer step's time, fused AdamW / torch's default": (
-                measure_optimizer(policy, configs[name])
-            ),
-        }
+        models[name] |= measure_lists(rollouts)
+        models[name] |= measure_optimizer(policy, configs[name])
     return {"chunks": chunks, "models": models}
