@@ -212,6 +212,31 @@ def table_of_scores(runs: Runs, mismatches: Sequence[str]) -> str:
     return table(rows)
 
 
+def table_of_others(runs: Runs) -> str:
+    """One row an objective of OTHERS, after P3O; one column a mismatch they ran under.
+
+    A cell has the score of each seed, from 0 on, and a star at a run that collapsed.
+    """
+    settings = [
+        setting
+        for setting, of_setting in runs.items()
+        if setting.mismatch not in CONTROLS and not OTHERS.keys().isdisjoint(of_setting)
+    ]
+    rows = [["objective", *(setting.mismatch for setting in settings)]]
+    for objective in ["p3o", *OTHERS]:
+        row = [objective]
+        for setting in settings:
+            of_objective = runs[setting].get(objective, [])
+            scores = [
+                f"{score(run):.2f}" + (" *" if collapsed(run) else "")
+                for run in of_objective
+            ]
+            row.append(", ".join(scores))
+        if any(row[1:]):
+            rows.append(row)
+    return table(rows)
+
+
 def table_of_differences(runs: Runs) -> str:
     """One row an objective: its differences to P3O over all settings that have both.
 
@@ -302,6 +327,8 @@ def report(runs: Runs) -> str:
         f"means of the settings. {sentence_on_chance(runs)}",
         "## Score / last greedy accuracy; a star: a run collapsed",
         table_of_scores(runs, list(MISMATCHES)),
+        "## Scores of the other objectives, seed by seed",
+        table_of_others(runs),
     ]
     for setting in runs:
         sections += [f"## {setting.title}", table_of_setting(setting, runs)]

@@ -64,7 +64,7 @@ def faster_on_cpu(llm: LLM) -> Iterator[None]:
     llm.apply_model(partial(set_copying, is_on=True))
     try:
         # With a log-probability vLLM counts the token's rank, in a compiled function.
-        # The compiler takes some ten seconds, and the count itself no time.
+        # The compiler takes ten seconds or more, and the count itself no time.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:

@@ -73,6 +73,12 @@ def test_the_others_run_with_three_seeds_where_one_of_three_objectives_breaks():
         done[cell] = row_of(cell, [0.4, 0.79, 0.79, 0.79])
     assert mismatch.where_it_breaks(done) == ["lag 16"]
     others = [cell for cell in mismatch.plan("full", done) if cell.objective in OTHERS]
+    # Of these one runs at T = 1.6 too, wherever it breaks.
+    clamped = [cell for cell in others if cell.mismatch == "T = 1.6"]
+    assert [(cell.objective, cell.seed) for cell in clamped] == [
+        ("p3o, clamped k3", seed) for seed in range(3)
+    ]
+    others = [cell for cell in others if cell not in clamped]
     assert {cell.mismatch for cell in others} == {"lag 16"}
     assert {cell.seed for cell in others} == {0, 1, 2}
     # Raw log pi_b is P3O itself at temperature 1, decoupled is CISPO at one update.
@@ -385,6 +391,19 @@ def test_the_pooled_differences_are_over_the_means_of_the_settings(some_runs):
     assert "about 0.1 of 1 would" in text  # 5% of one
 
 
+def test_the_table_of_other_objectives_has_each_seed_with_a_star_at_a_collapse(
+    some_runs,
+):
+    text = tables.report(tables.load(some_runs / "mismatch.jsonl"))
+    heading = "Scores of the other objectives, seed by seed"
+    # No other objective ran at a lag of 16. The last run of P3O ended at 0.1.
+    assert row_in(text, heading, "p3o") == {
+        "objective": "p3o",
+        "T = 1.4": "0.80, 0.60, 0.70, 0.10 *",
+    }
+    assert row_in(text, heading, "gspo")["T = 1.4"] == "0.90"
+
+
 def test_figures_and_tables_are_made_of_whatever_runs_there_are(some_runs, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plot.py", str(some_runs)])
     plot.main()
@@ -462,6 +481,11 @@ def committed():
 
 def test_the_committed_tables_are_those_of_the_committed_runs(committed):
     assert (RESULTS / "mismatch.md").read_text() == tables.report(committed)
+
+
+def test_the_page_has_the_table_of_other_objectives(committed):
+    page = (ROOT / "experiments/README.md").read_text()
+    assert tables.table_of_others(committed) in page
 
 
 @pytest.mark.parametrize("page", ["README.md", "experiments/README.md"])
