@@ -172,7 +172,8 @@ def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
     if all(cell in done for cell in cells):
         breaking = where_it_breaks(done)
         cells += cells_of(CONTROLS, DECIDE, range(SEEDS_ELSEWHERE))
-        cells += cells_of(["T = 1.6"], ["p3o, clamped k3"], range(SEEDS_ELSEWHERE))
+        estimates = ["p3o", "p3o, k3", "p3o, clamped k3"]
+        cells += cells_of(["T = 1.6"], estimates, range(SEEDS_ELSEWHERE))
         cells += cells_of(["on-policy", *breaking], MAIN, range(1, SEEDS_ELSEWHERE))
         for seed in range(SEEDS_ELSEWHERE):
             cells += cells_of(breaking, OTHERS, [seed])
