@@ -40,6 +40,7 @@ from experiments.speed import (
     KL_TURNS,
     LISTED,
     SIZES,
+    build_engine,
     gradient_of,
     measure_head,
     measure_machine,
@@ -133,13 +134,7 @@ def kl_cost(
     policy = build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=sharing)
     engine_of = {}
     for listed in (0, LISTED):
-        engine_of[listed] = Engine(
-            cfg.model,
-            data.longest,
-            dtype=cfg.rollout_dtype,
-            top_logprobs=listed,
-            kv_cache_gb=cfg.kv_cache_gb,
-        )
+        engine_of[listed] = build_engine(cfg, data.longest, listed)
         engines.append(engine_of[listed])
         engine_of[listed].load_weights(full_weights(policy), version="0")
     clocks: dict[tuple[str, int], list[Clock]] = {

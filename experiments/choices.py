@@ -20,6 +20,7 @@ from experiments.speed import (
     ROLLOUT_TURNS,
     SETTLING,
     TURNS,
+    build_engine,
     first_step,
     head_gradient,
     in_turn,
@@ -51,7 +52,7 @@ def gradient_in_chunks(
 def measure_chunks() -> dict[str, Any]:
     """Memory and time of the head in smaller and larger chunks, beside CHUNK.
 
-    In float32, with made-up weights.
+    In float32, with made-up weights, on the CPU always.
     """
     vocabulary, hidden_size = HEADS[HEAD]
     head = torch.randn(vocabulary, hidden_size, requires_grad=True)
@@ -90,13 +91,7 @@ def measure_engines(
         # Nothing is compiled beforehand, by an earlier run of this.
         no_cache = patch.dict(os.environ, VLLM_DISABLE_COMPILE_CACHE="1")
         with no_cache, patch.object(vllm, "LLM", compiling):
-            compiled = Engine(
-                cfg.model,
-                engine.max_model_len,
-                dtype=cfg.rollout_dtype,
-                top_logprobs=cfg.top_logprobs,
-                kv_cache_gb=cfg.kv_cache_gb,
-            )
+            compiled = build_engine(cfg, engine.max_model_len, cfg.top_logprobs)
         engines.append(compiled)
 
     seconds_to_start = seconds_of(start)
@@ -224,8 +219,8 @@ def measure_lists(rollouts: Rollouts) -> dict[str, Any]:
 def measure_choices(
     configs: dict[str, Config], mesh: DeviceMesh, engines: list[Engine]
 ) -> dict[str, Any]:
-    """All of the above, for each model and dtype. Rollouts come first, as the memory
-    that an update leaves behind makes them faster.
+    """All of the above, for each model and dtype. Rollouts come first, in a process
+    that has not trained yet.
     """
     first_steps = {
         name: first_step(cfg, mesh, engines) for name, cfg in configs.items()

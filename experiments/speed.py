@@ -652,6 +652,17 @@ class FirstStep(NamedTuple):
     prompts: list[list[int]]
 
 
+def build_engine(cfg: Config, max_model_len: int, top_logprobs: int) -> Engine:
+    """An engine as a run of cfg has it, with so many log-probabilities a token."""
+    return Engine(
+        cfg.model,
+        max_model_len,
+        dtype=cfg.rollout_dtype,
+        top_logprobs=top_logprobs,
+        kv_cache_gb=cfg.kv_cache_gb,
+    )
+
+
 def first_step(cfg: Config, mesh: DeviceMesh, engines: list[Engine]) -> FirstStep:
     """What is measured of a model. Its engine is put into `engines`: one that is freed
     takes the process group along.
@@ -659,13 +670,7 @@ def first_step(cfg: Config, mesh: DeviceMesh, engines: list[Engine]) -> FirstSte
     data = load_data(cfg)
     sharing = sharing_of(cfg, data.longest)
     policy = build_policy(cfg.model, mesh, dtype=cfg.dtype, sharing=sharing)
-    engine = Engine(
-        cfg.model,
-        data.longest,
-        dtype=cfg.rollout_dtype,
-        top_logprobs=cfg.top_logprobs,
-        kv_cache_gb=cfg.kv_cache_gb,
-    )
+    engine = build_engine(cfg, data.longest, cfg.top_logprobs)
     engines.append(engine)
     engine.load_weights(full_weights(policy), version="0")
     rollouts = sample_step(engine, cfg, 1, data.train.prompts)
