@@ -26,6 +26,7 @@ from experiments.speed import (
     in_turn,
     padding,
     ratios,
+    sample_directly,
     seconds_of,
     spread,
 )
@@ -95,32 +96,17 @@ def measure_engines(
         engines.append(compiled)
 
     seconds_to_start = seconds_of(start)
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    sampling = vllm.SamplingParams(
-        n=cfg.group_size,
-        seed=0,
-        max_tokens=cfg.max_response_tokens,
-        logprobs=engine.top_logprobs,
-        flat_logprobs=True,
-        detokenize=False,
-    )
+    listed = {"logprobs": engine.top_logprobs, "flat_logprobs": True}
+    plain = partial(sample_directly, engine.llm, cfg, prompts, **listed)
+    compiled = partial(sample_directly, engines[-1].llm, cfg, prompts, **listed)
 
     def ours() -> list:
-        engine.llm.reset_prefix_cache()
-        return engine.generate(prompts, sampling)
+        # What Engine.generate does beside calling vLLM.
+        with engine.while_generating(engine.llm):
+            return plain()
 
-    def direct(llm: vllm.LLM) -> list:
-        llm.reset_prefix_cache()
-        return llm.generate(asked, sampling, use_tqdm=False)
-
-    compiled_llm = engines[-1].llm
-    more_tokens = tokens_in(direct(compiled_llm)) / tokens_in(direct(engine.llm))
-    seconds = in_turn(
-        ROLLOUT_TURNS,
-        ours=ours,
-        plain=partial(direct, engine.llm),
-        compiled=partial(direct, compiled_llm),
-    )
+    more_tokens = tokens_in(compiled()) / tokens_in(plain())
+    seconds = in_turn(ROLLOUT_TURNS, ours=ours, plain=plain, compiled=compiled)
     of_plain = [more_tokens * s for s in seconds["plain"]]
     return {
         "rollout's time in a process that only samples, vLLM alone / Engine.generate": (

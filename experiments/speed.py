@@ -167,6 +167,22 @@ def measure_machine(device: str) -> dict[str, Any]:
     return found
 
 
+def sample_directly(llm: Any, cfg: Config, prompts: list, **more: Any) -> list:
+    """vLLM's RequestOutputs for these prompts, with the noise of seed 0 for each."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        n=cfg.group_size,
+        seed=0,
+        max_tokens=cfg.max_response_tokens,
+        detokenize=False,
+        **more,
+    )
+    llm.reset_prefix_cache()
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(asked, sampling, use_tqdm=False)
+
+
 def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any]:
     """Engine.sample beside its vLLM when that is driven directly, with the same noise.
 
@@ -178,20 +194,6 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
     the compiling itself falls into the turn that does not count. In bfloat16 Engine has
     the head cast to float32 once there, and vLLM does so at every decoding step.
     """
-    from vllm import SamplingParams
-
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-
-    def direct(**more: Any) -> None:
-        sampling = SamplingParams(
-            n=cfg.group_size,
-            seed=0,
-            max_tokens=cfg.max_response_tokens,
-            detokenize=False,
-            **more,
-        )
-        engine.llm.reset_prefix_cache()
-        engine.llm.generate(asked, sampling, use_tqdm=False)
 
     def ours() -> Rollouts:
         return engine.sample(
@@ -201,6 +203,7 @@ def measure_rollout(engine: Engine, cfg: Config, prompts: list) -> dict[str, Any
             max_tokens=cfg.max_response_tokens,
         )
 
+    direct = partial(sample_directly, engine.llm, cfg, prompts)
     as_asked = partial(direct, logprobs=engine.top_logprobs, flat_logprobs=True)
     tokens = int(ours().mask.sum())
     seconds = in_turn(ROLLOUT_TURNS, ours=ours, as_asked=as_asked, bare=direct)
