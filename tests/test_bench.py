@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from functools import partial
 
@@ -226,3 +227,25 @@ def test_the_committed_page_is_that_of_the_committed_numbers():
     results = json.loads((RESULTS / "bench.json").read_text())
     assert (RESULTS / "bench.md").read_text() == report(results)
     assert table_of_goals(results) in (ROOT / "experiments/README.md").read_text()
+
+
+@pytest.mark.slow  # a process with engines of its own
+def test_the_command_measures_a_part_and_keeps_the_others(tmp_path):
+    head = json.loads((RESULTS / "bench.json").read_text())["head"]
+    out = tmp_path / "bench.json"
+    out.write_text(json.dumps({"head": head}))
+    script = ROOT / "experiments/bench.py"
+    flags = ["--parts", "threads", f"--out={out}"]
+    subprocess.run([sys.executable, script, *flags], check=True)
+    results = json.loads(out.read_text())
+    assert results["head"] == head
+    models = results["threads"]["models"]
+    # There is nothing to bind on a single core.
+    columns = {"tiny, float32", "tiny, bfloat16"}
+    assert set(models) == (columns if len(os.sched_getaffinity(0)) > 1 else set())
+    for ratios_of_act in models.values():
+        assert ratios_of_act["rollout"]["least"] > 0
+        assert ratios_of_act["gradient"]["least"] > 0
+    page = out.with_suffix(".md").read_text()
+    assert f"- the head: `python {head['command']}`" in page
+    assert f"- threads: `python {script} {' '.join(flags)}`" in page
