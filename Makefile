@@ -3,7 +3,7 @@
 # make test-all    all tests, those of minutes included
 # make reproduce   a reduced grid of the laboratory, with its figures: 25 minutes
 # make bench       the benchmark of the embedded policy, into runs/bench.md
-# make gpu-check   mismatch, memory, speed and a run on this machine's GPU; nothing on a CPU
+# make gpu-check   mismatch, memory, speed and a run on this machine's GPU; a CPU tells nothing of CUDA
 # make lint        ruff
 
 PYTHON ?= python3

@@ -78,7 +78,7 @@ class EvalConfig(Flags):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
 
-    # What decides how fast it is and where it writes, and of what it finds the rounding
+    # These decide its speed, where it writes, and of its results only the rounding.
     out_dir: str = ""
     """where it writes; by default a name made from all settings"""
     chunk_responses: PositiveCount = 2048

@@ -19,8 +19,8 @@ from rollout import Rollouts
 # Response tokens whose logits exist at the same time.
 CHUNK = 1024
 # A group shares its prompt's sequence if that has at most so many tokens. Attention
-# computes the pairs that the mask hides as well, so long groups lose: 512 tokens still
-# save time, and 1,024 cost more (experiments/results/bench.md).
+# computes the pairs that the mask hides as well, so long groups lose: 512 tokens save
+# time or cost next to none, and 1,024 cost more (experiments/results/bench.md).
 SHARED_TOKENS = 512
 
 

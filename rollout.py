@@ -409,8 +409,8 @@ class Engine:
         """What the last reload left out, as vLLM logged it; "" if nothing.
 
         vLLM never fills a layer that it has padded, so the first reload tells which
-        layers those are. That a layer lacks weights from the first one on is for
-        support.probe to find, and on-policy for check_on_policy at the first step.
+        layers those are. A layer that lacks weights since the first reload is found by
+        support.probe, and in an on-policy run by check_on_policy as well.
         """
         from vllm import distributed
 

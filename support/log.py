@@ -12,7 +12,7 @@ metrics.jsonl has, over all ranks, of the step's rollout batch:
 
 as means over its updates, each of the whole batch B of the update:
 
-    loss                 what was minimized; policy_loss and kl_loss are P3O's two terms
+    loss                 what was minimized; for P3O policy_loss + (1 - e_B) kl_loss
     capped               share of tokens with rho > e_B, or that the objective cuts
     ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
