@@ -274,13 +274,13 @@ def measure(part: Part, model: str, trl: bool) -> dict[str, Any]:
     configs = configs_of(model, mesh.device_type)
     # One that is freed takes the process group along, so they stay until the end.
     engines: list[Engine] = []
-    if part == "choices":
-        return measure_choices(configs, mesh, engines)
-    if part == "speed":
-        return speeds(configs, mesh, engines)
-    if part == "threads":
-        return threads(configs, mesh, engines)
-    return kl_costs(configs, mesh, engines)
+    measure_models = {
+        "choices": measure_choices,
+        "speed": speeds,
+        "threads": threads,
+        "kl": kl_costs,
+    }
+    return measure_models[part](configs, mesh, engines)
 
 
 def measured_alone(part: Part, model: str, trl: bool) -> dict[str, Any]:
