@@ -52,6 +52,10 @@ POLICIES = 20
 FRESH = 8192  # responses for g*
 PROMPTS, GROUP = 32, 8  # of a batch
 LEVELS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0]
+# Reported beside the best level, which is 0.9 in direction.
+NEAR_BEST = (0.8, 0.95)
+# Steps from which on a batch counts as old in the report.
+OLD = 16
 RESAMPLES = 10_000
 
 
@@ -225,6 +229,16 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(ranks_a, ranks_b)[0, 1])
 
 
+def beyond_others(at_ess: np.ndarray) -> np.ndarray:
+    """The score at a batch's own e_B less the mean of those at the others' e_B.
+
+    [policies, batches], of scores [policies, batches, batches], whose last axis has the
+    batch that an e_B is of. The mean is that over permutations.
+    """
+    own = np.diagonal(at_ess, axis1=1, axis2=2)
+    return own - (at_ess.sum(axis=2) - own) / (own.shape[1] - 1)
+
+
 def comparisons(rows: list[dict], score_name: str) -> dict[str, np.ndarray]:
     """Per policy: the mean score of e_B less that of its rivals, and the correlation.
 
@@ -236,8 +250,8 @@ def comparisons(rows: list[dict], score_name: str) -> dict[str, np.ndarray]:
     at_ess = scores[:, :, len(LEVELS) :]  # [policies, batches, batches]
     own = np.diagonal(at_ess, axis1=1, axis2=2)  # [policies, batches]
     best_single = at_levels.mean(axis=(0, 1)).argmax()
-    batches = own.shape[1]
-    of_others = (at_ess.sum(axis=2) - own) / (batches - 1)  # the mean over permutations
+    old = [place for place, batch in enumerate(CONDITIONS) if batch.lag >= OLD]
+    among_old = at_ess[:, old][:, :, old]
     best_level = np.array(LEVELS)[at_levels.argmax(axis=2)]
     ess = np.array([row["ess"] for row in rows])
     correlation = [spearman(e, b) for e, b in zip(ess, best_level, strict=True)]
@@ -246,8 +260,18 @@ def comparisons(rows: list[dict], score_name: str) -> dict[str, np.ndarray]:
         f"less the best single c, {LEVELS[best_single]}": (
             own - at_levels[:, :, best_single]
         ).mean(axis=1),
+        **{
+            f"less c = {level}": (own - at_levels[:, :, LEVELS.index(level)]).mean(
+                axis=1
+            )
+            for level in NEAR_BEST
+        },
         "less c = 1 (no KL, cap at 1)": (own - at_levels[:, :, -1]).mean(axis=1),
-        "less the e_B of another batch": (own - of_others).mean(axis=1),
+        "less the e_B of another batch": beyond_others(at_ess).mean(axis=1),
+        f"the same of batches {OLD} steps old or older": (
+            beyond_others(at_ess)[:, old].mean(axis=1)
+        ),
+        "the same among these alone": beyond_others(among_old).mean(axis=1),
         "best c of each batch, less that at e_B": (at_levels.max(axis=2) - own).mean(
             axis=1
         ),
