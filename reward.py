@@ -13,6 +13,7 @@ numbers is safe. Comparing formulas may take forever, as with 98^{97^{96}}:
 support/judge.py does that, in processes with a bound on time and memory.
 """
 
+import os
 import re
 import sys
 from fractions import Fraction
@@ -98,11 +99,13 @@ NUMBER = re.compile(
 )
 # A text with one of these characters, a digit or an operator for one, is no unit.
 NOT_IN_A_UNIT = re.compile(r"[^A-Za-z\s%°$€£'/.,;:()-]")
-# Words that follow no number: 18 million is another one, 84 or 85 are two, 18 x is
-# none.
+# Words that follow no number: 18 million and 2 thirds are other ones, 84 or 85 are
+# two, 18 x is none. 3 quarters are coins.
 NOT_UNITS = set(
     "hundred hundreds thousand thousands million millions billion billions trillion "
-    "trillions dozen dozens k bn mn half quarter plus minus or x y n".split()
+    "trillions dozen dozens score k bn mn plus minus or x y n half halves third thirds "
+    "quarter fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths "
+    "ninth ninths tenth tenths hundredth hundredths thousandth thousandths".split()
 )
 # Words that change a number right behind it: 5 squared, but 5 inches squared.
 OPERATIONS = {"squared", "cubed", "factorial"}
@@ -365,7 +368,8 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
         )
         if isinstance(source, Path) or not problems:
             raise ValueError(f"{note}: correct or remove these lines")
-        print(f"{note}: left out", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{note}: left out", file=sys.stderr)
     return problems
 
 
