@@ -92,7 +92,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     tokens of a position. The KL of (12) sums over the whole vocabulary. To put tokens
     into one bucket can only lower it (log-sum inequality), so this is a lower bound. It
     grows with K, and is the KL itself when K is the vocabulary. Its gradient goes to
-    logp, through the bucket as well.
+    logp, through the bucket as well. It has no mask, so the padding has to be finite:
+    NaN there would come back as a gradient of NaN.
 
     The bucket's probability is one less the sum of the others. Where they hold nearly
     all, that is nothing but the rounding of float32 logarithms, about 1e-6. So it
@@ -319,9 +320,6 @@ class Objective:
     takes_kl: bool = False
     # Whether it takes logp_prox, log pi_theta before the step's first update.
     takes_logp_prox: bool = False
-
-    def __call__(self, *tensors: Tensor, **keywords: Any) -> Loss:
-        return self.loss(*tensors, **keywords)
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -70,7 +70,7 @@ def token_weights(
     keywords = dict(objective.hyper_parameters)
     if objective.takes_kl:
         keywords["kl"] = torch.zeros_like(log_ratio)
-    loss, _ = objective(
+    loss, _ = objective.loss(
         logp, logp_behavior, advantage, mask, **keywords, **batch_quantities
     )
     (gradient,) = torch.autograd.grad(loss, logp)

@@ -85,7 +85,7 @@ def plain_gradient(
         keywords["kl"] = (log_pi.exp() * difference).sum(dim=-1)
     if objective.takes_logp_prox:
         keywords["logp_prox"] = rollouts.logp_prox
-    loss, _ = objective(
+    loss, _ = objective.loss(
         logp, rollouts.logp_behavior, rollouts.advantage, rollouts.mask, **keywords
     )
     model.zero_grad()
