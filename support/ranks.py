@@ -1,8 +1,8 @@
 """How a rank ends: when it is asked to, or because another one has ended.
 
-A collective waits for all ranks, 10 minutes (NCCL) or 30 (gloo), and a rank that waits
-in C++ runs no Python: no signal handler, and no exception. So a thread of each rank
-takes its signals, and another one watches a connection to the other processes.
+A collective waits for all ranks, 30 minutes if need be, and a rank that waits in C++
+runs no Python: no signal handler, and no exception. So a thread of each rank takes its
+signals, and another one watches a connection to the other processes.
 """
 
 import os
