@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rollout import Rollouts
+from support.flags import Refused
 
 # Response tokens whose logits exist at the same time.
 CHUNK = 1024
@@ -223,6 +224,24 @@ def chunk_log_probabilities(
     return logits.log_softmax(dim=-1).gather(1, tokens)
 
 
+def check_head(model: torch.nn.Module, name: str) -> None:
+    """Raises Refused where a model's logits are not what Policy computes.
+
+    That is the product of its head and its last hidden state. Some models add a bias
+    (Phi), divide the product (Granite) or bound it (Gemma 2).
+    """
+    tokens = torch.tensor([[0, 1]])
+    with torch.no_grad():
+        logits = model(tokens).logits
+        product = model.base_model(tokens)[0] @ model.get_output_embeddings().weight.T
+    if not torch.allclose(logits, product, rtol=1e-4, atol=1e-4):
+        raise Refused(
+            f"{name} does not take its head's product for its logits, but biases, "
+            "scales or bounds it, which the trainer does not: train a model of the "
+            "kind of Llama or Qwen"
+        )
+
+
 def build_policy(
     model: str,
     mesh: dist.DeviceMesh,
@@ -237,11 +256,12 @@ def build_policy(
     Master weights and gradients are float32. It computes in `dtype`; auto is bfloat16
     on CUDA and float32 on CPU. Up to `sharing` responses share their prompt's sequence,
     if the model allows it; train.sharing_of sees to it that these have SHARED_TOKENS at
-    most.
+    most. Raises Refused where the model's head is not linear.
     """
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, trust_remote_code=False
     )
+    check_head(language_model, model)
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()
     if dtype == "auto":

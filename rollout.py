@@ -213,7 +213,7 @@ class Engine:
 
             self.while_generating = faster_on_cpu
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
-        vocabulary = config.vocab_size
+        vocabulary = config.get_text_config().vocab_size
         self.top_logprobs = min(top_logprobs, vocabulary)
         self.dtype = getattr(torch, dtype)
         self.max_model_len = max_model_len

@@ -86,7 +86,7 @@ from support.flags import (
 )
 from support.log import Log
 from support.probe import PROBE_EVERY, SyncProbe
-from support.prompts import Split, check_dropout, check_model, encode_problems
+from support.prompts import Split, check_model, check_trainable, encode_problems
 from support.ranks import catch_signals, run_script, say, watch_ranks
 from support.tasks import task_of
 
@@ -565,7 +565,7 @@ def load_data(cfg: Config) -> Data:
     """The problems to train on and those held out. Raises Refused where none are."""
     try:
         tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
-        check_dropout(cfg.model)
+        check_trainable(cfg.model)
         splits = {}
         for split, limit in (("train", 0), ("heldout", cfg.eval_problems)):
             splits[split] = encode_problems(
@@ -785,13 +785,22 @@ class Run:
             say(str(error))
 
     def stop_if_asked(self) -> None:
-        """Raises Refused if any rank got a signal to stop."""
+        """Raises Refused, with the last step saved, if any rank got a signal to stop.
+
+        Between two steps. Raises NotSaved where the step cannot be saved.
+        """
         signal_number = agreed_signal(self.signals)
-        if signal_number > 0:
-            go_on = "--resume goes on" if self.done > 0 else "nothing is lost"
-            raise Refused(
-                f"stopped by signal {signal_number} after step {self.done}: {go_on}"
-            )
+        if signal_number == 0:
+            return
+        stopped = f"stopped by signal {signal_number} after step {self.done}"
+        if self.done == 0:
+            raise Refused(f"{stopped}: nothing is lost")
+        if self.done > self.saved:
+            try:
+                self.save()
+            except NotSaved as error:
+                raise NotSaved(f"{stopped}: {error}") from error
+        raise Refused(f"{stopped}: --resume goes on")
 
 
 def learn(run: Run, objective: Objective, log: Log) -> None:

@@ -4,7 +4,13 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from support.tasks import encode_prompt
 
@@ -50,10 +56,13 @@ def check_model(model: str, tp: int = 1) -> tuple[PreTrainedTokenizerBase, int]:
     return tokenizer, context
 
 
-def check_dropout(model: str) -> None:
-    """ValueError where a model is trained with dropout: every ratio would be random.
+def check_trainable(model: str) -> None:
+    """ValueError where vLLM may sample from a model, but policy.Policy not train it.
 
-    The trainer computes in training mode, as gradient checkpointing needs it.
+    The trainer computes in training mode, as gradient checkpointing needs it, so with
+    dropout every ratio would be random. FSDP shards the layers that a model of
+    transformers has in base_model.layers. policy.check_head looks at the head, for
+    which the weights have to be there.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     # Llama calls it attention_dropout, GPT-2 attn_pdrop.
@@ -66,6 +75,21 @@ def check_dropout(model: str) -> None:
         raise ValueError(
             f"{model} has {', '.join(dropouts)}, by which every ratio would be random: "
             "set it to 0 in its config.json"
+        )
+    with torch.device("meta"):  # its modules, without memory for their weights
+        try:
+            language_model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=False
+            )
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{model} is no causal language model: {reason}"
+            ) from error
+    if not hasattr(language_model.base_model, "layers"):
+        raise ValueError(
+            f"{model} is of type {config.model_type}, which has no base_model.layers "
+            "to shard: train a model of the kind of Llama or Qwen"
         )
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +97,22 @@ def test_a_disk_that_is_full_at_a_checkpoint_stops_the_run_and_costs_none_before
     disk(5 * CHECKPOINT)
     train_here(*flags, "--resume", out_dir=out)
     assert metrics(out) == metrics(left_alone)
+
+
+def test_a_run_that_is_asked_to_stop_says_so_where_it_cannot_save_its_step(
+    disk, train_here, monkeypatch
+):
+    # It looks for signals before a batch is sampled, and when a step is done.
+    signals = iter([0, signal.SIGTERM])
+    monkeypatch.setattr(train, "agreed_signal", lambda caught: next(signals))
+    out = disk(CHECKPOINT // 2) / "run"
+    with pytest.raises(NotSaved) as refused:
+        train_here(*SHORT, "--steps=4", out_dir=out)
+    sentence = str(refused.value)
+    assert sentence.startswith(
+        "stopped by signal 15 after step 1: the checkpoint of step 1 cannot be written"
+    )
+    assert "--resume goes on" not in sentence
 
 
 def test_a_disk_that_is_full_at_the_model_stops_the_run_before_its_last_line(

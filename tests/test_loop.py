@@ -19,10 +19,15 @@ import torch.distributed as dist
 from conftest import ROOT
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    PhiConfig,
+    PretrainedConfig,
     Qwen2Config,
 )
 
@@ -921,3 +926,49 @@ def test_a_model_with_dropout_is_refused_as_its_ratios_would_be_random(tmp_path)
         Refused, match="has attention_dropout 0.1, by which every ratio"
     ):
         load_data(Config(model=str(tmp_path / "model")))
+
+
+def test_a_model_whose_layers_cannot_be_sharded_is_refused_before_any_is_built(
+    tmp_path,
+):
+    # GPT-2 keeps them in base_model.h.
+    shutil.copytree(ROOT / "tiny", tmp_path / "model")
+    dropouts = ["attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"]
+    GPT2Config(**dict.fromkeys(dropouts, 0.0)).save_pretrained(tmp_path / "model")
+    with pytest.raises(Refused, match="of type gpt2, which has no base_model.layers"):
+        load_data(Config(model=str(tmp_path / "model")))
+
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "config, is_refused",
+    [
+        (LlamaConfig(**SMALL), False),
+        (PhiConfig(**SMALL), True),  # adds a bias
+        (GraniteConfig(**SMALL, logits_scaling=8.0), True),  # divides by 8
+        (Gemma2Config(**SMALL, final_logit_softcapping=1.0), True),  # bounds by tanh
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_model_with_more_than_a_linear_head_is_refused(
+    config: PretrainedConfig, is_refused: bool, group, tmp_path
+):
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(tmp_path)
+    if is_refused:
+        with pytest.raises(Refused, match="does not take its head's product for its"):
+            build_policy(str(tmp_path), group)
+    else:
+        build_policy(str(tmp_path), group)
