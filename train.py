@@ -196,14 +196,14 @@ def shuffled_epoch(seed: int, epoch: int, problem_count: int) -> list[int]:
     return random.Random(f"{seed} {epoch}").sample(range(problem_count), problem_count)
 
 
-def problems_of_step(cfg: Config, step: int, problem_count: int) -> list[int]:
+def problem_numbers(cfg: Config, step: int, problem_count: int) -> list[int]:
     """Which problems are sampled for a step: the next ones of the shuffled epochs."""
     first = (step - 1) * cfg.prompts_per_step
-    problems = []
+    numbers = []
     for place in range(first, first + cfg.prompts_per_step):
         epoch, place_in_epoch = divmod(place, problem_count)
-        problems.append(shuffled_epoch(cfg.seed, epoch, problem_count)[place_in_epoch])
-    return problems
+        numbers.append(shuffled_epoch(cfg.seed, epoch, problem_count)[place_in_epoch])
+    return numbers
 
 
 def weights_that_sample(cfg: Config, step: int) -> int:
@@ -222,7 +222,7 @@ def sample_step(
     The noise of a group depends on its place in the run alone, so it is the same for
     any number of ranks, and the samples are, to rounding.
     """
-    problems = problems_of_step(cfg, step, len(prompts))
+    numbers = problem_numbers(cfg, step, len(prompts))
     seeds = noise_seeds(
         cfg.seed + 1,  # Seed 0 is that of the evaluations (heldout_accuracy).
         first=(step - 1) * cfg.prompts_per_step,
@@ -231,7 +231,7 @@ def sample_step(
     )
     groups = prompts_of_rank(cfg.prompts_per_step)
     return engine.sample(
-        [prompts[problems[group]] for group in groups],
+        [prompts[numbers[group]] for group in groups],
         cfg.group_size,
         [seeds[group] for group in groups],
         max_tokens=cfg.max_response_tokens,
@@ -245,7 +245,7 @@ def add_reward(
     rollouts: Rollouts, cfg: Config, step: int, problems: list[dict[str, str]]
 ) -> None:
     """Phase 2, reward: check this rank's responses, compare each with its group."""
-    numbers = problems_of_step(cfg, step, len(problems))
+    numbers = problem_numbers(cfg, step, len(problems))
     answers = []
     for group in prompts_of_rank(cfg.prompts_per_step):
         answers += [problems[numbers[group]]["answer"]] * cfg.group_size

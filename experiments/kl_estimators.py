@@ -19,6 +19,7 @@ the means, noise the standard deviation of one token's gradient, so 100 tokens h
 tenth of it.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -182,6 +183,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     generators = [torch.Generator().manual_seed(seed) for seed in range(POLICIES)]
     normal = torch.stack(
         [

@@ -15,6 +15,7 @@ largest weights, the KL, and e_B in micro-batches of MICRO_BATCH_TOKENS, on whic
 objective must not depend.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -213,6 +214,7 @@ def draw_answers(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     mesh = init_distributed()
     cfg = Config(model=TINY)
     data = load_data(cfg)

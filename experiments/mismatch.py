@@ -160,15 +160,16 @@ def cells_of(
 
 def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
     """The runs of a grid, those that tell most first; point 3 as far as it is known."""
+    rates = [
+        Cell("on-policy", rate, "p3o", seed)
+        for seed in range(2)
+        for rate in LEARNING_RATES
+    ]
     if grid == "learning_rate":
-        return [
-            Cell("on-policy", rate, "p3o", seed)
-            for seed in range(2)
-            for rate in LEARNING_RATES
-        ]
+        return rates
     if grid == "reduced":
         return cells_of(REDUCED, DECIDE, [0])
-    cells = cells_of(MISMATCHES, MAIN, [0])
+    cells = rates + cells_of(MISMATCHES, MAIN, [0])
     if all(cell in done for cell in cells):
         breaking = where_it_breaks(done)
         cells += cells_of(CONTROLS, DECIDE, range(SEEDS_ELSEWHERE))

@@ -8,6 +8,7 @@ KL: the exact one puts a weight on every token v that could have stood at the po
 and two estimators put all of it on the sampled one.
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -154,6 +155,7 @@ def draw_kl(axis: plt.Axes) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     ratios = (0.1, 0.5, 1.0, 2.0, 10.0)
     places = [int((LOG_RATIO.exp() - ratio).abs().argmin()) for ratio in ratios]
     print("weight of a token at A = +1    rho =", *(f"{rho:7g}" for rho in ratios))

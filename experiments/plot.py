@@ -16,6 +16,7 @@ sampled held-out accuracies. curves.png, ess.png and others.png have the six set
 which the objectives' scores lie furthest apart; mismatch.md has all settings.
 """
 
+import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -278,7 +279,9 @@ def draw_others(runs: Runs, path: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
+    folder = parser.parse_args().folder
     runs = load(folder / "mismatch.jsonl")
     draw_by_mismatch(
         runs, score, "heldout_pass@1", "score: sampled pass@1", folder / "scores.png"

@@ -26,7 +26,7 @@ from reward import load_task
 from support.log import PHASES
 from support.probe import PROBE_EVERY
 from support.tasks import task_of, with_instruction
-from train import Config, problems_of_step
+from train import Config, problem_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL_STEP = ROOT / "experiments/trl_step.py"
@@ -138,7 +138,7 @@ def prompts_of_run(cfg: Config, steps: int) -> list[str]:
     problems = load_task(cfg.task, "train")
     prompts = []
     for step in range(1, steps + 1):
-        for number in problems_of_step(cfg, step, len(problems)):
+        for number in problem_numbers(cfg, step, len(problems)):
             prompts.append(with_instruction(problems[number]["prompt"], instruction))
     return prompts
 

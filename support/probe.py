@@ -67,7 +67,10 @@ class SyncProbe:
             )
 
     def score(self, policy: Any) -> torch.Tensor:
-        """log pi_theta of the texts' tokens at T = 1: [N, T], in nats. A collective."""
+        """log pi_theta of the texts' tokens, [N, T], in nats, at temperature 1.
+
+        A collective.
+        """
         device = next(policy.parameters()).device
         texts = self.texts.select(list(range(len(self.texts.text))), device)
         with torch.no_grad():

@@ -47,7 +47,7 @@ PHASES = {
 def arm(number: int, phase: str, step: int) -> None:
     """Have this process send itself the signal `number` in this phase of this step."""
     step_now = None
-    problems_of_step = train.problems_of_step
+    problem_numbers = train.problem_numbers
     owner, name = PHASES[phase]
     original = getattr(owner, name)
 
@@ -56,7 +56,7 @@ def arm(number: int, phase: str, step: int) -> None:
         # steps 1, ..., 1 + lag, and the last of them sets the clock right.
         nonlocal step_now
         step_now = sampled_for - cfg.lag
-        return problems_of_step(cfg, sampled_for, problem_count)
+        return problem_numbers(cfg, sampled_for, problem_count)
 
     def struck(*arguments: Any, **keywords: Any) -> Any:
         nonlocal step_now
@@ -66,7 +66,7 @@ def arm(number: int, phase: str, step: int) -> None:
             os.kill(os.getpid(), number)
         return result
 
-    train.problems_of_step = clock
+    train.problem_numbers = clock
     setattr(owner, name, struck)
 
 

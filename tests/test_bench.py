@@ -24,7 +24,7 @@ from experiments.bench_tables import (
 from experiments.speed import in_turn, ratios
 from experiments.threads import bind_threads, computing_threads, free_threads
 from reward import load_task
-from train import Config, problems_of_step
+from train import Config, problem_numbers
 
 RESULTS = ROOT / "experiments/results"
 
@@ -124,7 +124,7 @@ def test_trl_has_the_prompts_of_our_run_in_their_order():
     numbers = [
         number
         for step in (1, 2)
-        for number in problems_of_step(cfg, step, len(problems))
+        for number in problem_numbers(cfg, step, len(problems))
     ]
     assert len(said) == 2 * cfg.prompts_per_step == len(numbers)
     for text, number in zip(said, numbers, strict=True):

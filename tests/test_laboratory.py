@@ -55,13 +55,17 @@ def test_the_score_is_the_mean_of_the_last_three_sampled_accuracies():
     assert mismatch.score(row | {"stopped": "step 9: not finite"}) == 0
 
 
-def test_the_full_grid_begins_with_the_first_seed_of_the_main_objectives_everywhere():
+def test_the_full_grid_begins_with_the_rates_and_the_first_seed_of_main_everywhere():
     # As long as it is not known where it breaks, nothing else is planned.
-    assert mismatch.plan("full", done={}) == [
+    rates = mismatch.plan("learning_rate", done={})
+    first_seeds = [
         Cell(name, LEARNING_RATE, objective, 0)
         for name in MISMATCHES
         for objective in MAIN
     ]
+    # P3O on-policy at the rate that was chosen is one of both.
+    assert mismatch.plan("full", done={}) == rates + first_seeds[1:]
+    assert first_seeds[0] in rates
 
 
 def test_the_others_run_with_three_seeds_where_one_of_three_objectives_breaks():

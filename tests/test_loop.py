@@ -55,7 +55,7 @@ from train import (
     compute_logp_prox,
     heldout_accuracy,
     load_data,
-    problems_of_step,
+    problem_numbers,
     rows_of_micro_batches,
     rows_of_minibatches,
     sample_step,
@@ -95,7 +95,7 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(group):
     engine = RecordingEngine()
     sample_step(engine, cfg, 2, PROMPTS)
     [call] = engine.calls
-    assert call["prompts"] == [[problem] for problem in problems_of_step(cfg, 2, 20)]
+    assert call["prompts"] == [[problem] for problem in problem_numbers(cfg, 2, 20)]
     assert call["n"] == 4
     settings = {"temperature": 1.4, "top_p": 0.9, "top_k": 7, "max_tokens": 5}
     assert {name: call[name] for name in settings} == settings
@@ -157,7 +157,7 @@ ANSWERS = [{"prompt": f"0+{answer}", "answer": str(answer)} for answer in range(
 def test_a_response_is_compared_with_the_answer_to_its_own_prompt(group):
     cfg = Config(**THREE_EACH)
     for step in 1, 2:
-        first, second = problems_of_step(cfg, step, len(ANSWERS))
+        first, second = problem_numbers(cfg, step, len(ANSWERS))
         right_first, right_second = str(first), str(second)
         rollouts = responses(
             right_first, right_second, "9", right_second, right_second, right_first
@@ -168,7 +168,7 @@ def test_a_response_is_compared_with_the_answer_to_its_own_prompt(group):
 
 def test_the_advantage_of_a_response_is_within_the_group_of_its_own_prompt(group):
     cfg = Config(**THREE_EACH)
-    first, second = (str(p) for p in problems_of_step(cfg, 1, len(ANSWERS)))
+    first, second = (str(p) for p in problem_numbers(cfg, 1, len(ANSWERS)))
     rollouts = responses(first, "9", "9", second, second, second)
     add_reward(rollouts, cfg, 1, ANSWERS)
     # The first group has the rewards 1, 0, 0, with mean 1/3 and deviation
@@ -939,7 +939,7 @@ def test_a_model_whose_layers_cannot_be_sharded_is_refused_before_any_is_built(
         load_data(Config(model=str(tmp_path / "model")))
 
 
-SMALL = {
+SMALL_MODEL = {
     "vocab_size": 50,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -953,10 +953,13 @@ SMALL = {
 @pytest.mark.parametrize(
     "config, is_refused",
     [
-        (LlamaConfig(**SMALL), False),
-        (PhiConfig(**SMALL), True),  # adds a bias
-        (GraniteConfig(**SMALL, logits_scaling=8.0), True),  # divides by 8
-        (Gemma2Config(**SMALL, final_logit_softcapping=1.0), True),  # bounds by tanh
+        (LlamaConfig(**SMALL_MODEL), False),
+        (PhiConfig(**SMALL_MODEL), True),  # adds a bias
+        (GraniteConfig(**SMALL_MODEL, logits_scaling=8.0), True),  # divides by 8
+        (
+            Gemma2Config(**SMALL_MODEL, final_logit_softcapping=1.0),
+            True,
+        ),  # bounds by tanh
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )

@@ -43,7 +43,7 @@ from train import (
     Config,
     accumulate_gradient,
     furthest_response,
-    problems_of_step,
+    problem_numbers,
     ratio_statistics,
     update,
     weights_that_sample,
@@ -298,11 +298,11 @@ def test_an_epoch_has_every_problem_once_and_the_next_one_another_order():
     cfg = Config(prompts_per_step=3, seed=5)
     order = []
     for step in range(1, 9):  # two epochs of 12 problems
-        order += problems_of_step(cfg, step, 12)
+        order += problem_numbers(cfg, step, 12)
     assert sorted(order[:12]) == sorted(order[12:]) == list(range(12))
     assert order[:12] != order[12:]
     # It needs no history, so a run can be resumed: step 6 has the places 15 to 17.
-    assert problems_of_step(cfg, 6, 12) == order[15:18]
+    assert problem_numbers(cfg, 6, 12) == order[15:18]
 
 
 def test_noise_seeds_never_repeat_in_a_run_and_differ_between_runs():
@@ -439,10 +439,10 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_special_tokens_included(run
     samples = [json.loads(line) for line in open(run[0] / "samples.jsonl")]
     # The samples of a step are responses to its first two prompts.
     for step in range(1, 11):
-        problems = problems_of_step(cfg, step, len(train_problems))[:2]
+        numbers = problem_numbers(cfg, step, len(train_problems))[:2]
         samples_of_step = samples[2 * step - 2 : 2 * step]
-        for problem, sample in zip(problems, samples_of_step, strict=True):
-            text = f"{tokenizer.bos_token}{train_problems[problem]['prompt']}:"
+        for number, sample in zip(numbers, samples_of_step, strict=True):
+            text = f"{tokenizer.bos_token}{train_problems[number]['prompt']}:"
             assert sample["prompt"] == text
             assert tokenizer.eos_token not in sample["response"]
             assert sample["reward"] in (0, 1)

@@ -115,13 +115,13 @@ EVALUATED = "test_eval.test_greedy_samples_are_scored_as_they_read"
 MISTAKES: dict[str, Mistake] = {
     # train.py: rollouts
     "the problems of a step again in the next": Mistake(
-        train.problems_of_step,
+        train.problem_numbers,
         "first = (step - 1) * cfg.prompts_per_step",
         "first = (step - 1) // 2 * cfg.prompts_per_step",
         [EPOCHS],
     ),
     "the same order in every epoch": Mistake(
-        train.problems_of_step,
+        train.problem_numbers,
         "shuffled_epoch(cfg.seed, epoch, problem_count)",
         "shuffled_epoch(cfg.seed, 0, problem_count)",
         [EPOCHS],
@@ -162,8 +162,8 @@ MISTAKES: dict[str, Mistake] = {
     # train.py: rewards and advantages
     "the answers of the next step's problems": Mistake(
         train.add_reward,
-        "problems_of_step(cfg, step, len(problems))",
-        "problems_of_step(cfg, step + 1, len(problems))",
+        "problem_numbers(cfg, step, len(problems))",
+        "problem_numbers(cfg, step + 1, len(problems))",
         [OWN_ANSWER],
     ),
     "advantages within other groups": Mistake(
