@@ -9,7 +9,7 @@ seed by seed: P3O's score less that of the other.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -22,8 +22,10 @@ from experiments.mismatch import (
     MAIN,
     MISMATCHES,
     OTHERS,
+    Cell,
     finished,
     score,
+    where_it_breaks,
 )
 
 Run = dict[str, Any]  # a line of mismatch.jsonl
@@ -54,7 +56,9 @@ class Interval(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """P3O's scores less those of another objective in a setting, seed by seed."""
+    """A measure of P3O's runs less that of another objective's in a setting, seed by
+    seed.
+    """
 
     setting: Setting
     values: list[float]
@@ -118,12 +122,18 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean(values), half, count)
 
 
-def differences(runs: Runs, objective: str) -> list[Differences]:
+def last_greedy(run: Run) -> float:
+    return last(run, "heldout_greedy")
+
+
+def differences(
+    runs: Runs, objective: str, measure: Callable[[Run], float] = score
+) -> list[Differences]:
     """P3O's scores less this objective's, in every setting that has both."""
     found = []
     for setting, of_setting in runs.items():
-        p3o = {run["seed"]: score(run) for run in of_setting.get("p3o", [])}
-        other = {run["seed"]: score(run) for run in of_setting.get(objective, [])}
+        p3o = {run["seed"]: measure(run) for run in of_setting.get("p3o", [])}
+        other = {run["seed"]: measure(run) for run in of_setting.get(objective, [])}
         seeds = sorted(p3o.keys() & other.keys())
         if seeds and objective != "p3o":
             values = [p3o[seed] - other[seed] for seed in seeds]
@@ -237,11 +247,27 @@ def table_of_others(runs: Runs) -> str:
     return table(rows)
 
 
-def table_of_differences(runs: Runs) -> str:
-    """One row an objective: its differences to P3O over all settings that have both.
+def breaking_mismatches(runs: Runs) -> list[str]:
+    """Where it breaks, by the rule of mismatch.py."""
+    done = {
+        Cell(*(run[name] for name in Cell._fields)): run
+        for of_setting in runs.values()
+        for of_objective in of_setting.values()
+        for run in of_objective
+    }
+    return where_it_breaks(done)
 
-    Controls are left out, as they are no mismatch. The interval is over the settings'
-    means: seeds of a setting are no independent evidence on what happens in another.
+
+def table_of_differences(
+    runs: Runs,
+    mismatches: Sequence[str] = tuple(MISMATCHES),
+    objectives: Sequence[str] = (*MAIN, *OTHERS),
+    measure: Callable[[Run], float] = score,
+) -> str:
+    """One row an objective: its differences to P3O over the settings that have both.
+
+    The interval is over the settings' means: seeds of a setting are no independent
+    evidence on what happens in another.
     """
     rows = [
         [
@@ -255,11 +281,11 @@ def table_of_differences(runs: Runs) -> str:
             "most",
         ]
     ]
-    for objective in [*MAIN, *OTHERS]:
+    for objective in objectives:
         found = [
             of_setting
-            for of_setting in differences(runs, objective)
-            if of_setting.setting.mismatch not in CONTROLS
+            for of_setting in differences(runs, objective, measure)
+            if of_setting.setting.mismatch in mismatches
         ]
         if not found:
             continue
@@ -309,6 +335,8 @@ def report(runs: Runs) -> str:
     sampled = interval([first(run, "heldout_pass@1") for run in every])
     greedy = interval([first(run, "heldout_greedy") for run in every])
     steps = sorted({run["config"]["steps"] for run in every})
+    breaking = breaking_mismatches(runs)
+    elsewhere = [name for name in MISMATCHES if name not in breaking]
     sections = [
         "# The mismatch laboratory",
         "`python experiments/plot.py` writes this file from mismatch.jsonl.",
@@ -325,6 +353,12 @@ def report(runs: Runs) -> str:
         table_of_differences(runs),
         "A comparison is two runs of one seed in one setting. The interval is over the "
         f"means of the settings. {sentence_on_chance(runs)}",
+        f"## The same where it breaks: {', '.join(breaking) or 'nowhere yet'}",
+        table_of_differences(runs, breaking, list(MAIN)),
+        "## The same elsewhere",
+        table_of_differences(runs, elsewhere, list(MAIN)),
+        "## The same of the last greedy accuracy, over all settings",
+        table_of_differences(runs, measure=last_greedy),
         "## Score / last greedy accuracy; a star: a run collapsed",
         table_of_scores(runs, list(MISMATCHES)),
         "## Scores of the other objectives, seed by seed",

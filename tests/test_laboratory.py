@@ -395,6 +395,29 @@ def test_the_pooled_differences_are_over_the_means_of_the_settings(some_runs):
     assert "about 0.1 of 1 would" in text  # 5% of one
 
 
+def test_differences_are_told_apart_by_whether_a_mismatch_breaks(tmp_path):
+    # GRPO loses 0.2 at a lag of 16, and nothing elsewhere.
+    scores = {
+        Cell("on-policy", LEARNING_RATE, "p3o", 0): 0.9,
+        Cell("on-policy", LEARNING_RATE, "grpo 0.2", 0): 0.9,
+        Cell("T = 1.4", LEARNING_RATE, "p3o", 0): 0.9,
+        Cell("T = 1.4", LEARNING_RATE, "grpo 0.2", 0): 0.8125,
+        Cell("lag 16", LEARNING_RATE, "p3o", 0): 0.9,
+        Cell("lag 16", LEARNING_RATE, "grpo 0.2", 0): 0.7,
+    }
+    rows = [row_of(cell, [0.4] + 3 * [score]) for cell, score in scores.items()]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "mismatch.jsonl").write_text(text)
+    text = tables.report(tables.load(tmp_path / "mismatch.jsonl"))
+    there = row_in(text, "The same where it breaks: lag 16", "grpo 0.2")
+    assert (there["settings"], there["mean of the settings"]) == ("1", "+0.200")
+    elsewhere = row_in(text, "The same elsewhere", "grpo 0.2")
+    assert (elsewhere["settings"], elsewhere["most"]) == ("2", "+0.088")
+    # Greedy accuracy is half of the sampled one in these rows: 0.1, 0.04375 and 0.
+    heading = "The same of the last greedy accuracy, over all settings"
+    assert row_in(text, heading, "grpo 0.2")["most"] == "+0.100"
+
+
 def test_the_table_of_other_objectives_has_each_seed_with_a_star_at_a_collapse(
     some_runs,
 ):
