@@ -249,7 +249,7 @@ def test_advantage_and_proximal_policy_are_constants(
     if objectives[name].takes_logp_prox:
         constants["logp_prox"] = responses.logp_prox.requires_grad_()
         keywords["logp_prox"] = constants["logp_prox"]
-    value, _ = objectives[name](
+    value, _ = objectives[name].loss(
         responses.logp.clone().requires_grad_(),
         responses.logp_behavior,
         constants["advantage"],
@@ -522,7 +522,7 @@ def run_ablation(
     keywords = hyper_parameters | ablation.batch_quantities(batch, **hyper_parameters)
     if ablation.takes_kl:
         keywords["kl"] = kl_of_positions(responses)
-    return run(ablation, responses, **keywords)
+    return run(ablation.loss, responses, **keywords)
 
 
 def test_cap_without_kl_is_the_first_term_of_p3o() -> None:
@@ -554,7 +554,7 @@ def test_an_ablation_can_do_without_the_kl_of_positions(ablation: str) -> None:
     objective = getattr(ablations, ablation)
     batch = batch_of(responses, effective_sample_size)
     quantities = objective.batch_quantities(batch, **objective.hyper_parameters)
-    outcome = run(objective, responses, kl=None, **quantities)
+    outcome = run(objective.loss, responses, kl=None, **quantities)
     ess = float(batch.ess)
     ratio = responses.log_ratio.exp()
     cap = {"kl_without_cap": math.inf, "fixed_ess": 1.0}.get(ablation, ess)
@@ -592,7 +592,8 @@ def test_clamped_k3_is_k3_within_10_nats() -> None:
 def test_clamped_k3_pushes_a_rare_token_away(log_ratio: float, slope: float) -> None:
     # A = 0 and e_B = 0.25 leave 3/4 of the derivative of the KL.
     responses = one_token_each([math.exp(log_ratio)], advantage=0.0)
-    gradient = run(ablations.clamped_k3, responses, ess=0.25, token_count=1).gradient
+    quantities = {"ess": 0.25, "token_count": 1}
+    gradient = run(ablations.clamped_k3.loss, responses, **quantities).gradient
     assert_close(gradient, [[0.75 * slope]])
 
 
@@ -606,7 +607,10 @@ def test_ess_of_micro_batch_depends_on_the_micro_batches() -> None:
     def gradient_of(rows: slice) -> list[list[float]]:
         micro_batch = responses.select(rows)
         outcome = run(
-            ablations.ess_of_micro_batch, micro_batch, kl=kl[rows], **quantities
+            ablations.ess_of_micro_batch.loss,
+            micro_batch,
+            kl=kl[rows],
+            **quantities,
         )
         return (-4 * outcome.gradient).tolist()
 
