@@ -10,6 +10,7 @@ them in bfloat16. All ranks write saved-N/, the model as the trainer
 saves it. test_train.py compares them with plain autograd on the whole batch.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -116,6 +117,10 @@ def main(folder: Path) -> None:
     tokenizer, _ = check_model("tiny")
     save_model(policy, tokenizer, folder / f"saved-{world}")
     dist.destroy_process_group()
+    # Ended here, as the interpreter's own end aborted once: a thread of gloo's may
+    # still hold a tensor of the last collective then.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
