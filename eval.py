@@ -1,36 +1,32 @@
 """Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
 
     python eval.py --model runs/NAME --task tiny --samples 8
-    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k math \\
+    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k,math \\
         --max_response_tokens 4096 --kv_cache_gb 8
 
 pass@k is the probability that at least one of k samples is right. From n >= k samples,
 c of them right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv
-2107.03374, equation 1). The same command again goes on where it was killed. A bfloat16
-engine rounds differently in batches of another size, which flips single tokens; in
-float32, the default on CPU, the counts are the same on any number of ranks.
+2107.03374, equation 1). It writes out_dir/results.json. In float32, the default on a
+CPU, the counts are the same on any number of ranks; a bfloat16 engine rounds
+differently in batches of another size, which flips single tokens.
 """
 
+import json
 import os
-import sys
+import time
 from math import comb
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-if "--verbose" not in sys.argv:
-    # torch reads it when it is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import numpy as np
-import torch
 import torch.distributed as dist
-from pydantic import BeforeValidator, Field
-from scipy.stats import binomtest
+from pydantic import Field
+from scipy.stats import binomtest, bootstrap
 
 from reward import load_task, score
 from rollout import Engine, init_distributed, noise_seeds, prompts_of_rank
-from support import results
-from support.checks import check_tensor_parallel, lock_folder
-from support.flags import (
+from support.command import (
     Count,
     Flags,
     PositiveAmount,
@@ -38,31 +34,25 @@ from support.flags import (
     Probability,
     Refused,
     parse_flags,
+    run_script,
 )
-from support.prompts import Split, check_model, encode_problems
-from support.ranks import run_script
-from support.tasks import task_of
+from support.cpu import resolve_dtype
+from support.tasks import Split, check_model, encode_problems, task_of
 
-# Resamples of the bootstrap: they move an end of an interval by about 1% of its width.
-RESAMPLES = 10_000
-
-
-def as_list(given: Any) -> Any:
-    """One task as a list of one."""
-    return [given] if isinstance(given, str) else given
+CHUNK = 2048  # responses that a rank samples before it reports
 
 
 class EvalConfig(Flags):
-    """An evaluation."""
+    """An evaluation. --config FILE.yaml sets any of these fields."""
 
     model: str = "tiny"
     """what to evaluate: a run, a model folder or a hub name"""
-    task: Annotated[list[str], BeforeValidator(as_list)] = ["tiny"]
-    """one or several tasks, each as train.py takes it"""
+    task: list[str] = ["tiny"]
+    """one or several tasks, each as train.py takes it: gsm8k,math"""
     split: Literal["train", "heldout"] = "heldout"
     """of the tasks"""
-    samples: Count = 0
-    """n, the responses to a problem; 0: 8, or 1 if greedy"""
+    samples: PositiveCount = 1
+    """n, the responses to a problem"""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """of the samples; 0: greedy"""
     top_p: Probability = 1.0
@@ -75,14 +65,10 @@ class EvalConfig(Flags):
     """leave out prompts that leave no room for a response"""
     seed: Count = 0
     """of the sampling noise"""
+    out_dir: str = ""
+    """where it writes; by default runs/eval- and the time"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
-
-    # These decide its speed, where it writes, and of its results only the rounding.
-    out_dir: str = ""
-    """where it writes; by default a name made from all settings"""
-    chunk_responses: PositiveCount = 2048
-    """responses of a rank between two savings"""
     rollout_tp: PositiveCount = 1
     """ranks of a node that share an engine (tensor parallelism)"""
     kv_cache_gb: PositiveAmount = 0.25
@@ -105,218 +91,169 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - comb(n - c, k) / comb(n, k)
 
 
-def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
-    """pass@k of each task and of their mean, from the right samples of each problem.
+def mean_of_means(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
+    """The mean over tasks of the mean over each one's problems."""
+    return np.mean([sample.mean(axis=axis) for sample in samples], axis=0)
 
-    Intervals are the 2.5% and 97.5% quantiles of a bootstrap that resamples the
-    problems of each task, each with its n samples. As only the number c of right
-    samples counts, a resample is a multinomial draw of how many problems have c = 0, 1,
-    ..., n. Where all problems have the same pass@k, 0 or 1, every resample is the same;
-    the interval is then the exact binomial one, of that many problems all wrong or all
-    right. For the mean over tasks that many is the smallest task's number of problems.
+
+def with_interval(passes: list[list[float]]) -> dict[str, Any]:
+    """The mean of pass@k over tasks, and a 95% interval of it.
+
+    `passes` has the pass@k of the problems of each task. The interval is scipy's
+    percentile bootstrap over problems. Where all problems are alike, all solved or all
+    not, every resample would be the same; the interval is then the exact binomial one,
+    of the task with the fewest problems.
     """
-    pass_table = np.array(
-        [[pass_at_k(n, c, k) for k in range(1, n + 1)] for c in range(n + 1)]
-    )  # [n + 1, n]: by c and k
-    noise = np.random.default_rng(0)
-    values, resamples = {}, {}
-    for task, counts in correct.items():
-        problems_with = np.bincount(counts, minlength=n + 1)  # [n + 1]: problems by c
-        share = problems_with / len(counts)
-        drawn = noise.multinomial(len(counts), share, RESAMPLES)
-        # Whole numbers of problems add up without rounding, so that where every problem
-        # is solved the value is 1, and not 1 - 1e-16.
-        values[task] = problems_with @ pass_table / len(counts)  # [n]: by k
-        resamples[task] = drawn @ pass_table / len(counts)  # [RESAMPLES, n]
+    samples = [np.array(of_task) for of_task in passes]
+    value = float(mean_of_means(*samples))
+    if value in (0.0, 1.0):
+        fewest = min(len(of_task) for of_task in passes)
+        low, high = binomtest(round(fewest * value), fewest).proportion_ci()
+    else:
+        low, high = bootstrap(
+            samples, mean_of_means, method="percentile", rng=0
+        ).confidence_interval
+    return {"value": value, "interval": [float(low), float(high)]}
 
-    def with_interval(value: np.ndarray, drawn: np.ndarray, problems: int) -> dict:
-        low, high = np.quantile(drawn, (0.025, 0.975), axis=0)  # [n] each
-        summary = {}
-        for k in range(1, n + 1):
-            interval = [low[k - 1], high[k - 1]]
-            if value[k - 1] in (0, 1):
-                right = round(problems * value[k - 1])
-                interval = list(binomtest(right, problems).proportion_ci())
-            summary[str(k)] = {"value": value[k - 1], "interval": interval}
-        return summary
 
-    tasks = list(correct)
-    fewest = min(len(counts) for counts in correct.values())
-    return {
-        "pass@k": {
-            task: with_interval(values[task], resamples[task], len(correct[task]))
-            for task in tasks
-        },
-        "average": with_interval(  # every task counts as one
-            np.mean([values[task] for task in tasks], axis=0),
-            np.mean([resamples[task] for task in tasks], axis=0),
-            fewest,
-        ),
-        "intervals": (
-            f"95%: bootstrap, {RESAMPLES} resamples of the problems, seed 0, "
-            "percentiles; exact binomial where all problems are alike"
-        ),
-    }
+def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
+    """pass@k of each task and of their mean, for k = 1, 2, 4, ... and n.
+
+    `correct` has the number of right samples, of n, for each problem of a task.
+    """
+    ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
+    by_task: dict[str, dict] = {task: {} for task in correct}
+    average = {}
+    for k in ks:
+        passes = {
+            task: [pass_at_k(n, c, k) for c in counts]
+            for task, counts in correct.items()
+        }
+        for task in correct:
+            by_task[task][str(k)] = with_interval([passes[task]])
+        average[str(k)] = with_interval(list(passes.values()))
+    return {"pass@k": by_task, "average": average}
 
 
 def evaluate(
     engine: Engine,
-    problems: list[dict[str, str]],
-    prompts: list[list[int]],
+    split: Split,
     verifier: str,
     *,
     samples: int = 1,
     seed: int = 0,
-    first: int = 0,
     **sampling: Any,
 ) -> list[int]:
     """How many of `samples` responses to each problem are right, on every rank.
 
-    The ranks share the problems, with noise that depends on the problem's place alone:
-    `first` is that of problems[0] among all problems of the evaluation. `sampling` are
-    vLLM's SamplingParams. A collective.
+    The ranks share the problems, with noise that depends on the problem alone.
+    `sampling` are vLLM's SamplingParams. A collective.
     """
-    seeds = noise_seeds(seed, first, len(problems), samples)
-    mine = prompts_of_rank(len(problems))
-    # Ranks that share an engine all have to sample. One without problems of its own
-    # takes the first.
-    asked = mine or [0]
-    rollouts = engine.sample(
-        [prompts[i] for i in asked], samples, [seeds[i] for i in asked], **sampling
-    )
-    answers = []
-    for i in asked:
-        answers += [problems[i]["answer"]] * samples
-    rewards = score(rollouts.text, answers, verifier)
+    seeds = noise_seeds(seed, 0, len(split.prompts), samples)
+    mine = prompts_of_rank(len(split.prompts))
+    # Ranks that share an engine all have to sample, equally often. One without problems
+    # of its own takes the first.
+    most = len(range(0, len(split.prompts), dist.get_world_size()))
+    at_once = max(1, CHUNK // samples)
     counts = {}
-    for place, i in enumerate(mine):
-        of_problem = rewards[place * samples : (place + 1) * samples]
-        counts[i] = round(sum(of_problem))
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, counts)
-    all_counts: dict[int, int] = {}
-    for rank_counts in everyone:
-        all_counts |= rank_counts
-    return [all_counts[i] for i in range(len(problems))]
+    for first in range(0, most, at_once):
+        asked = mine[first : first + at_once] or [0]
+        rollouts = engine.sample(
+            [split.prompts[i] for i in asked],
+            samples,
+            [seeds[i] for i in asked],
+            **sampling,
+        )
+        answers = []
+        for i in asked:
+            answers += [split.problems[i]["answer"]] * samples
+        rewards = np.array(score(rollouts.text, answers, verifier))
+        right = rewards.reshape(-1, samples).sum(axis=1)
+        counts.update(zip(asked, right.astype(int).tolist(), strict=True))
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, counts)
+    everyone = {problem: c for counts in of_ranks for problem, c in counts.items()}
+    return [everyone[problem] for problem in range(len(split.prompts))]
 
 
 def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
-    """The model's folder or hub name, and the problems of each task. Raises Refused.
-
-    Sets what the user left to us: samples and dtype.
-    """
+    """The model's folder or hub name, and the problems of each task. Raises Refused."""
     if 0 < cfg.temperature < 0.01:
         raise Refused(
             f"temperature is {cfg.temperature}: give 0 (greedy), or at least the 0.01 "
             "that vLLM would use instead"
         )
-    if cfg.dtype == "auto":
-        cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    if cfg.samples == 0:
-        cfg.samples = 8 if cfg.temperature else 1
-    if cfg.samples > 1 and not cfg.temperature:
-        raise Refused(
-            f"greedy samples are all the same: samples is {cfg.samples}, 1 says it all"
-        )
-    if cfg.top_p < 1 and not cfg.temperature:
-        raise Refused(f"top_p is {cfg.top_p}, which greedy decoding does not look at")
-    if len(set(cfg.task)) < len(cfg.task):
-        raise Refused(f"a task is given twice: {' '.join(cfg.task)}")
-    check_tensor_parallel(cfg.rollout_tp)
+    if cfg.samples > 1 and cfg.temperature == 0:
+        raise Refused(f"samples is {cfg.samples}: greedy samples are all the same")
+    if cfg.out_dir and Path(cfg.out_dir).exists():
+        raise Refused(f"out_dir {cfg.out_dir} exists: choose another")
     of_run = Path(cfg.model, "model")
     model = str(of_run) if of_run.is_dir() else cfg.model
-    try:
-        tokenizer, context = check_model(model, cfg.rollout_tp)
-        benchmarks = {}
-        for task in cfg.task:
-            benchmarks[task] = encode_problems(
-                load_task(task, cfg.split)[: cfg.limit or None],
-                tokenizer,
-                instruction=task_of(task).instruction,
-                room=context - cfg.max_response_tokens,
-                drop_long=cfg.drop_long,
-                name=f"{cfg.split} prompts of {task}",
-            )
-    except ValueError as error:
-        if model == cfg.model and Path(model, "metrics.jsonl").exists():
-            raise Refused(
-                f"{model} is a run that has left no model: finish it with --resume, or "
-                "train again"
-            ) from error
-        raise Refused(str(error)) from error
+    tokenizer, context = check_model(model, cfg.rollout_tp)
+    benchmarks = {}
+    for task in cfg.task:
+        benchmarks[task] = encode_problems(
+            load_task(task, cfg.split)[: cfg.limit or None],
+            tokenizer,
+            instruction=task_of(task).instruction,
+            room=context - cfg.max_response_tokens,
+            drop_long=cfg.drop_long,
+            name=f"{cfg.split} prompts of {task}",
+        )
     return model, benchmarks
+
+
+def report(estimates: dict[str, dict]) -> str:
+    """A line of text for each task: pass@k with its interval."""
+    lines = []
+    for name, of_task in estimates.items():
+        line = f"{name}:"
+        for k, estimated in of_task.items():
+            low, high = estimated["interval"]
+            line += f"  pass@{k} {estimated['value']:.3f} [{low:.3f}, {high:.3f}]"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(EvalConfig)
+    cfg.dtype = resolve_dtype(cfg.dtype)
     model, benchmarks = load_benchmarks(cfg)
-    correct: dict[str, list[int]] = {}
-    if os.environ.get("RANK", "0") == "0":
-        settings = results.settings_of(cfg.model_dump(), model, benchmarks)
-        out = Path(cfg.out_dir or results.default_folder(settings))
-        lock = lock_folder(out)
-        correct = results.begin_or_resume(out / "problems.jsonl", settings)
+    cfg.out_dir = cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}")
     init_distributed()
-    # Rank 0's: other nodes may not see the folder, and could leave out other problems.
-    shared = [correct, benchmarks]
-    dist.broadcast_object_list(shared)
-    correct, benchmarks = shared
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problem_count = sum(len(split.problems) for split in benchmarks.values())
-    engine = None
-    if sum(len(counts) for counts in correct.values()) < problem_count:
-        longest_prompt = max(
-            len(p) for split in benchmarks.values() for p in split.prompts
-        )
-        engine = Engine(
-            model,
-            longest_prompt + cfg.max_response_tokens,
-            tp=cfg.rollout_tp,
-            dtype=cfg.dtype,
-            kv_cache_gb=cfg.kv_cache_gb,
-            max_num_seqs=cfg.max_num_seqs,
-            verbose=cfg.verbose,
-        )
-    problems_per_rank = max(1, cfg.chunk_responses // cfg.samples)
-    chunk = world * problems_per_rank  # problems between savings
-    before = 0  # problems of the tasks before this one
+    prompts = [prompt for split in benchmarks.values() for prompt in split.prompts]
+    engine = Engine(
+        model,
+        max(len(prompt) for prompt in prompts) + cfg.max_response_tokens,
+        tp=cfg.rollout_tp,
+        dtype=cfg.dtype,
+        kv_cache_gb=cfg.kv_cache_gb,
+        max_num_seqs=cfg.max_num_seqs,
+        verbose=cfg.verbose,
+    )
+    correct = {}
     for task, split in benchmarks.items():
-        for first in range(len(correct[task]), len(split.problems), chunk):
-            counts = evaluate(
-                engine,
-                split.problems[first : first + chunk],
-                split.prompts[first : first + chunk],
-                task_of(task).verifier,
-                samples=cfg.samples,
-                seed=cfg.seed,
-                first=before + first,
-                temperature=cfg.temperature,
-                top_p=cfg.top_p,
-                max_tokens=cfg.max_response_tokens,
-            )
-            correct[task] += counts
-            if rank == 0:
-                results.append(out / "problems.jsonl", task, first, counts)
-                done = correct[task]
-                pass_at_1 = sum(done) / len(done) / cfg.samples
-                progress = f"{task}: {len(done)} of {len(split.problems)}"
-                print(f"{progress}, pass@1 {pass_at_1:.3f}", flush=True)
-        before += len(split.problems)
-    if rank == 0:
-        report = results.write_report(
-            out, settings, estimate(correct, cfg.samples), correct
+        correct[task] = evaluate(
+            engine,
+            split,
+            task_of(task).verifier,
+            samples=cfg.samples,
+            seed=cfg.seed,
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            max_tokens=cfg.max_response_tokens,
         )
-        print(f"\n{report}\n{out}: results.json, results.md, problems.jsonl")
-        lock.close()
-    if engine is not None:
-        engine.close()
-    else:
-        dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        result = estimate(correct, cfg.samples)
+        content = {"settings": cfg.model_dump(), **result, "correct": correct}
+        out = Path(cfg.out_dir)
+        out.mkdir(parents=True)
+        (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+        print(report(result["pass@k"] | {"mean of tasks": result["average"]}))
+        print(f"{out}/results.json has this by problem")
+    engine.close()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(run_script(main))
-    except KeyboardInterrupt:
-        sys.exit("eval.py: interrupted; the same command goes on from the last chunk")
+    run_script(main)
