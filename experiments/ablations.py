@@ -1,117 +1,142 @@
-"""P3O with a part taken out or replaced: what are the cap, the KL and e_B good for?
+r"""P3O with a part taken out or replaced: what are the cap, the KL and e_B good for?
 
     torchrun train.py --objective experiments.ablations:cap_without_kl --lag 16
-    torchrun train.py --objective experiments.ablations:k3 --temperature 1.4
+    torchrun train.py --objective experiments.ablations:fixed_ess \
+        --objective_args level=0.9
 
-They take the tensors of loss.p3o_loss, and the keywords that the trainer hands to it.
+Each is a function of the five arguments of `loss.p3o`, and returns the loss of each
+token, [N, T]. (12) and the other numbers are equations of arXiv 2605.12380.
 """
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from loss import (
-    KL_ESTIMATORS,
-    Batch,
-    Loss,
-    Objective,
-    batch_mean,
-    check_tokens,
-    p3o_loss,
-    token_count_and_ess_of,
-    token_count_of,
-)
+from loss import p3o
+
+# The cap and the KL
 
 
-def cap_without_kl_loss(
-    *tensors: Tensor, kl: Tensor | None = None, **batch: Any
-) -> Loss:
+def cap_without_kl(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
     """(12) without its second term: the ratio is capped at e_B, nothing pulls back."""
-    logp = tensors[0]
-    return p3o_loss(*tensors, kl=torch.zeros_like(logp), **batch)
+    return p3o(logp, logp_behavior, advantage, torch.zeros_like(kl), e_b)
 
 
-def kl_without_cap_loss(
-    logp: Tensor,
-    logp_behavior: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    *,
-    kl: Tensor | None = None,
-    ess: Tensor,
-    token_count: int,
-) -> Loss:
-    """(12) with rho in place of min(rho, e_B). As in p3o_loss, a KL may be left out."""
-    logp, log_ratio, advantage = check_tokens(logp, logp_behavior, advantage, mask)
-    ratio = log_ratio.exp().detach()
-    if kl is None:
-        kl = KL_ESTIMATORS["is"](log_ratio)
-    loss = -ratio * advantage * logp + (1 - ess) * kl
-    return batch_mean(loss, {"capped": torch.zeros_like(mask)}, mask, token_count)
+def kl_without_cap(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
+    """(12) with rho in place of min(rho, e_B)."""
+    rho = (logp - logp_behavior).exp().detach()
+    return -rho * advantage * logp + (1 - e_b) * kl
 
 
-def clamped_k3_loss(*tensors: Tensor, kl: Tensor | None = None, **batch: Any) -> Loss:
+def kl_where_signal(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
+    """(12) with the KL only at tokens whose advantage is not 0.
+
+    Where all responses to a prompt are right, or all are wrong, nothing pulls them back
+    to pi_b. So a batch without any reward does not move the policy.
+    """
+    kl = torch.where(advantage != 0, kl, 0.0)
+    return p3o(logp, logp_behavior, advantage, kl, e_b)
+
+
+# Estimates of the KL from the sampled token. They do not look at `kl`.
+
+
+def importance_sampled(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
+    """(12) with rho log rho - rho + 1 for the KL.
+
+    Over tokens that pi_b sampled its mean is KL(pi_theta || pi_b), and the mean of its
+    gradient is the KL's.
+    """
+    log_rho = logp - logp_behavior
+    rho = log_rho.exp()
+    estimate = rho * log_rho - rho + 1
+    return p3o(logp, logp_behavior, advantage, estimate, e_b)
+
+
+def k3(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
+    """(12) with log rho + 1/rho - 1 for the KL: the authors' code, but for its clamp.
+
+    It is meant for tokens that pi_theta sampled. Over those of pi_b its mean is
+    chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta). Its pull on a token that has become
+    rare, 1 - 1/rho, has no bound.
+    """
+    log_rho = logp - logp_behavior
+    estimate = log_rho + (-log_rho).exp() - 1
+    return p3o(logp, logp_behavior, advantage, estimate, e_b)
+
+
+def clamped_k3(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
     """(12) with the KL exactly as the authors' code estimates it: k3 with a clamp.
 
     1/rho is clamped to e^-10 .. e^10. A token that pi_theta has made rarer than that is
     no longer pulled back to pi_b but pushed away from it, with weight 1 - e_B.
     """
-    _, log_ratio, _ = check_tokens(*tensors)
-    clamped = log_ratio + torch.expm1((-log_ratio).clamp(-10, 10))
-    return p3o_loss(*tensors, kl=clamped, **batch)
+    log_rho = logp - logp_behavior
+    estimate = log_rho + (-log_rho).clamp(-10, 10).exp() - 1
+    return p3o(logp, logp_behavior, advantage, estimate, e_b)
 
 
-def k3_loss(*tensors: Tensor, kl: Tensor | None = None, **batch: Any) -> Loss:
-    """(12) with the KL estimated from the sampled token by k3, without the authors'
-    clamp.
-    """
-    _, log_ratio, _ = check_tokens(*tensors)
-    return p3o_loss(*tensors, kl=KL_ESTIMATORS["k3"](log_ratio), **batch)
+# Another number in place of e_B
 
 
-def is_loss(*tensors: Tensor, kl: Tensor | None = None, **batch: Any) -> Loss:
-    """(12) with the KL estimated from the sampled token, without bias."""
-    _, log_ratio, _ = check_tokens(*tensors)
-    return p3o_loss(*tensors, kl=KL_ESTIMATORS["is"](log_ratio), **batch)
+def fixed_ess(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    level: float,
+) -> Tensor:
+    """(12) with the constant `level`, between 0 and 1, in place of e_B."""
+    return p3o(logp, logp_behavior, advantage, kl, level)
 
 
-def given_level(batch: Batch, level: float) -> dict[str, Any]:
-    """A constant in place of e_B."""
-    return {"token_count": batch.token_count, "ess": level}
+class YokedEss:
+    """(12) with another run's e_B, update by update, in place of the batch's own.
 
+    `path` is a JSON list with one e_B an update, as many as this run has updates. Their
+    level and their trend are those of a real run. Only whether this batch deserves its
+    e_B is not.
 
-class Replayed:
-    """Another run's e_B, update by update, in place of the batch's own.
-
-    The level and the trend are those of a real run; only whether this batch deserves it
-    is not. `path` is a JSON list with one e_B an update. Not for a resumed run.
+    A new update is known by its e_B, so it may have any number of micro-batches. Two
+    updates in a row with the very same e_B would count as one. A run that is resumed
+    would start the list again.
     """
 
     def __init__(self) -> None:
+        self.last_e_b: float | None = None
         self.updates = 0
 
-    def __call__(self, batch: Batch, path: str) -> dict[str, Any]:
+    def __call__(
+        self,
+        logp: Tensor,
+        logp_behavior: Tensor,
+        advantage: Tensor,
+        kl: Tensor,
+        e_b: float,
+        *,
+        path: str,
+    ) -> Tensor:
+        if e_b != self.last_e_b:
+            self.last_e_b = e_b
+            self.updates += 1
         recorded = json.loads(Path(path).read_text())
-        self.updates += 1
-        return {"token_count": batch.token_count, "ess": recorded[self.updates - 1]}
+        return p3o(logp, logp_behavior, advantage, kl, recorded[self.updates - 1])
 
 
-def p3o_with_given_ess(*tensors: Tensor, **keywords: Any) -> Loss:
-    """(12), without the keywords that say where its e_B comes from."""
-    keywords = {k: v for k, v in keywords.items() if k not in ("level", "path")}
-    return p3o_loss(*tensors, **keywords)
-
-
-cap_without_kl = Objective(cap_without_kl_loss, token_count_and_ess_of, takes_kl=True)
-kl_without_cap = Objective(kl_without_cap_loss, token_count_and_ess_of, takes_kl=True)
-clamped_k3 = Objective(clamped_k3_loss, token_count_and_ess_of)
-k3 = Objective(k3_loss, token_count_and_ess_of)
-importance_sampled = Objective(is_loss, token_count_and_ess_of)
-# Nearly as in the authors' code, which sums over the ranks of a micro-batch; here it is
-# of each rank alone. --micro_batch_tokens has to make several of a batch.
-ess_of_micro_batch = Objective(p3o_loss, token_count_of, takes_kl=True)
-fixed_ess = Objective(p3o_with_given_ess, given_level, {"level": 1.0}, takes_kl=True)
-yoked_ess = Objective(p3o_with_given_ess, Replayed(), {"path": ""}, takes_kl=True)
+yoked_ess = YokedEss()
