@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[1]
 LOSS = ROOT / "loss.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # All that --loss takes from a file.
-FUNCTIONS = ("group_advantage", "effective_sample_size", "kl_divergence", "p3o_loss")
+FUNCTIONS = (
+    "group_advantage",
+    "ratio_sums",
+    "effective_sample_size",
+    "kl_divergence",
+    "p3o",
+)
 
 
 def load_module(path):
@@ -40,25 +46,19 @@ def load_module(path):
 def differences(module, expected):
     """Sentences on where `module` lacks the interface of `expected`.
 
-    The names of parameters matter.
+    The names of parameters matter, and their annotations do not.
     """
-    for name in FUNCTIONS:
-        yield from compare(name, getattr(module, name, None), getattr(expected, name))
 
-
-def compare(name, function, expected):
-    """One sentence, or none if the function takes what it should."""
-
-    def parameters(function):
-        signature = inspect.signature(function)
+    def parameters(signature):
         return [(each.name, each.kind) for each in signature.parameters.values()]
 
-    if function is None:
-        yield f"{name} is missing"
-    elif parameters(function) != parameters(expected):
-        signature = inspect.signature(function)
-        expected_signature = inspect.signature(expected)
-        yield f"{name}{signature} should be {name}{expected_signature}"
+    for name in FUNCTIONS:
+        function = getattr(module, name, None)
+        right = inspect.signature(getattr(expected, name))
+        if function is None:
+            yield f"{name} is missing"
+        elif parameters(inspect.signature(function)) != parameters(right):
+            yield f"{name}{inspect.signature(function)} should be {name}{right}"
 
 
 def pytest_addoption(parser):

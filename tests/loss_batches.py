@@ -1,146 +1,116 @@
 """Batches for the tests of losses, and how a loss and the oracle are run on them."""
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from loss_oracle import oracle
+from loss_oracle import LOSSES, Token
 from torch import Tensor
-
-from loss import Batch, Objective
 
 F64 = torch.float64
 # float32 has 7 digits; a log-ratio of -3 less -3 keeps about 6 of them.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 
+# pi_b = (1, 2, 3, 4) / 10, and ten sampled tokens in just these shares: a mean over
+# them is an expectation under pi_b.
+SHARES = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64)
+IN_SHARES = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3])
 
-class Responses(NamedTuple):
-    """N responses as an objective sees them. Padding is NaN, which must not matter."""
 
-    logp: Tensor  # [N, T] log pi_theta
-    logp_behavior: Tensor  # [N, T] log pi_b
-    advantage: Tensor  # [N], or [N, T]
-    mask: Tensor  # [N, T] bool
-    logp_prox: Tensor  # [N, T] log pi_theta before the first update on this batch
+class Batch(NamedTuple):
+    """What the trainer has for an objective, [N, T] each. Padding is 0."""
 
-    def select(self, chosen: slice) -> "Responses":
-        return Responses(*(tensor[chosen] for tensor in self))
+    logp: Tensor  # log pi_theta
+    logp_behavior: Tensor  # log pi_b
+    advantage: Tensor
+    kl: Tensor  # any numbers, without a connection to the ratios
+    mask: Tensor  # bool
 
     @property
     def log_ratio(self) -> Tensor:
         return self.logp - self.logp_behavior
 
+    def rows(self, chosen: slice) -> "Batch":
+        return Batch(*(tensor[chosen] for tensor in self))
+
 
 class Outcome(NamedTuple):
-    """What came out of a loss: float64, without graph."""
+    """What one backward pass gives: float64, without graph."""
 
     value: Tensor  # []
-    gradient: Tensor  # [N, T], with respect to logp
-    stats: dict[str, Any]
+    to_logp: Tensor  # [N, T], the gradient with respect to logp
+    to_kl: Tensor  # [N, T]
 
 
-def make_responses(
-    seed: int = 0,
-    *,
-    rows: int = 8,
-    columns: int = 7,
-    spread: float = 0.6,
-    dtype: torch.dtype = F64,
-) -> Responses:
-    """Responses of 1 to `columns` tokens; `spread` is the deviation of log rho."""
+def make_batch(
+    seed: int = 0, *, spread: float = 0.6, dtype: torch.dtype = F64
+) -> Batch:
+    """8 responses of 1 to 7 tokens; `spread` is the deviation of log rho.
+
+    All tokens of a response have one advantage, and the third response has 0.
+    """
     generator = torch.Generator().manual_seed(seed)
-    shape = (rows, columns)
-    length = torch.randint(1, columns + 1, (rows,), generator=generator)
-    length[0] = 1
-    length[1] = columns
-    mask = torch.arange(columns) < length[:, None]
+    shape = (8, 7)
+    length = torch.randint(1, 8, (8, 1), generator=generator)
+    length[0], length[1] = 1, 7
+    mask = torch.arange(7) < length
     behavior = -3 * torch.rand(shape, generator=generator, dtype=F64) - 0.1
     logp = behavior + spread * torch.randn(shape, generator=generator, dtype=F64)
-    prox = behavior + spread * torch.randn(shape, generator=generator, dtype=F64)
-    advantage = torch.randn(rows, generator=generator, dtype=F64)
-    return Responses(
-        logp=logp.masked_fill(~mask, math.nan).to(dtype),
-        logp_behavior=behavior.masked_fill(~mask, math.nan).to(dtype),
-        advantage=advantage.to(dtype),
-        mask=mask,
-        logp_prox=prox.masked_fill(~mask, math.nan).to(dtype),
-    )
+    advantage = torch.randn(8, 1, generator=generator, dtype=F64).expand(shape).clone()
+    advantage[2] = 0
+    kl = torch.rand(shape, generator=generator, dtype=F64)
+    tensors = [logp, behavior, advantage, kl]
+    return Batch(*((tensor * mask).to(dtype) for tensor in tensors), mask)
 
 
-def one_token_each(ratios: list[float], advantage: float = 1.0) -> Responses:
-    """A response of one token for each ratio rho; pi_b has probability 0.2 for it."""
-    behavior = torch.full((len(ratios), 1), 0.2, dtype=F64).log()
-    logp = behavior + torch.tensor(ratios, dtype=F64).log()[:, None]
-    return Responses(
-        logp=logp,
-        logp_behavior=behavior,
-        advantage=torch.full((len(ratios),), advantage, dtype=F64),
-        mask=torch.ones(len(ratios), 1, dtype=torch.bool),
-        logp_prox=logp,
-    )
-
-
-def two_fresh_responses(
-    advantage: list[float], lengths: tuple[int, int] = (1, 3)
-) -> Responses:
-    """Two responses of such lengths, of log-probability -1 under both policies."""
-    logp = torch.full((2, 3), -1.0, dtype=F64)
-    return Responses(
-        logp=logp,
-        logp_behavior=logp,
-        advantage=torch.tensor(advantage, dtype=F64),
-        mask=torch.arange(3) < torch.tensor(lengths)[:, None],
-        logp_prox=logp,
-    )
-
-
-def batch_of(
-    responses: Responses, effective_sample_size: Callable[[Tensor, Tensor], Tensor]
-) -> Batch:
-    """These responses as the whole batch B of an optimizer step."""
-    advantage = responses.advantage
-    if advantage.dim() == 1:
-        advantage = advantage[:, None].expand(responses.mask.shape)
+def one_token_each(ratios: list[float], advantage: float = 1.0) -> Batch:
+    """A response of one token for each ratio rho, with pi_b = 0.2 and a KL of 0."""
+    ratio = torch.tensor(ratios, dtype=F64)[:, None]
+    behavior = torch.full_like(ratio, 0.2).log()
     return Batch(
-        log_ratio=responses.log_ratio,
-        advantage=advantage,
-        mask=responses.mask,
-        ess=effective_sample_size(responses.log_ratio, responses.mask),
-        token_count=int(responses.mask.sum()),
+        logp=behavior + ratio.log(),
+        logp_behavior=behavior,
+        advantage=torch.full_like(ratio, advantage),
+        kl=torch.zeros_like(ratio),
+        mask=torch.ones_like(ratio, dtype=torch.bool),
     )
 
 
-def run(loss: Callable, responses: Responses, **keywords: Any) -> Outcome:
-    """The value of a loss on these responses, its gradient and its statistics."""
-    logp = responses.logp.detach().clone().requires_grad_()
-    value, stats = loss(
-        logp,
-        responses.logp_behavior,
-        responses.advantage,
-        responses.mask,
-        **keywords,
+def run(
+    objective: Callable[..., Tensor],
+    batch: Batch,
+    e_b: float,
+    token_count: int | None = None,
+    **hyper_parameters: float,
+) -> Outcome:
+    """The loss of a batch and its gradients, as `update` of train.py has them.
+
+    `token_count` is |B| where these responses are only a part of B.
+    """
+    logp = batch.logp.clone().requires_grad_()
+    kl = batch.kl.clone().requires_grad_()
+    loss = objective(
+        logp, batch.logp_behavior, batch.advantage, kl, e_b, **hyper_parameters
     )
-    (gradient,) = torch.autograd.grad(value, logp)
-    return Outcome(value.detach().to(F64), gradient.to(F64), stats)
+    assert loss.shape == batch.mask.shape
+    value = loss[batch.mask].sum() / (token_count or batch.mask.sum())
+    to_logp, to_kl = torch.autograd.grad(
+        value, [logp, kl], allow_unused=True, materialize_grads=True
+    )
+    return Outcome(value.detach().to(F64), to_logp.to(F64), to_kl.to(F64))
 
 
-def expected(name: str, responses: Responses, **keywords: Any) -> Outcome:
-    """The same by the oracle, on the very numbers that the dtype of responses holds."""
-    advantage = responses.advantage
-    if advantage.dim() == 1:
-        advantage = advantage[:, None].expand(responses.mask.shape)
-    value, gradient = oracle(
-        name,
-        responses.logp.tolist(),
-        responses.logp_behavior.tolist(),
-        advantage.tolist(),
-        responses.mask.tolist(),
-        **keywords,
-    )
-    return Outcome(
-        torch.tensor(value, dtype=F64), torch.tensor(gradient, dtype=F64), stats={}
-    )
+def expected(name: str, batch: Batch, e_b: float, **hyper_parameters: float) -> Outcome:
+    """The same by the oracle, on the very numbers that the dtype of the batch holds."""
+    mask = batch.mask
+    response = mask.nonzero()[:, 0].tolist()
+    numbers = [tensor[mask].tolist() for tensor in batch[:4]]
+    tokens = [Token(*each) for each in zip(response, *numbers, strict=True)]
+    terms = torch.tensor(LOSSES[name](tokens, e_b, **hyper_parameters), dtype=F64)
+    share = terms / len(tokens)  # [tokens, 3]
+    zeros = torch.zeros(mask.shape, dtype=F64)
+    to_logp, to_kl = (zeros.masked_scatter(mask, share[:, i]) for i in (1, 2))
+    return Outcome(share[:, 0].sum(), to_logp, to_kl)
 
 
 def assert_close(
@@ -162,16 +132,6 @@ def assert_close(
 def assert_same_outcome(
     found: Outcome, right: Outcome, tolerance: float = 1e-6
 ) -> None:
-    """Value and gradient agree within `tolerance`."""
-    assert_close(found.value, right.value, tolerance)
-    assert_close(found.gradient, right.gradient, tolerance)
-
-
-def run_objective(
-    objective: Objective, responses: Responses, **keywords: Any
-) -> Outcome:
-    """`run` with what the trainer hands to every objective of this kind."""
-    keywords = objective.hyper_parameters | keywords
-    if objective.takes_logp_prox:
-        keywords = {"logp_prox": responses.logp_prox} | keywords
-    return run(objective.loss, responses, **keywords)
+    """Value and gradients agree within `tolerance`."""
+    for ours, theirs in zip(found, right, strict=True):
+        assert_close(ours, theirs, tolerance)

@@ -6,15 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import test_loss
 import test_objectives
-from conftest import LOSS, pytest_configure
-from loss_on_ranks import OTHER_OBJECTIVES
-from wrong_losses import FUNCTIONS, WRONG, WRONG_OBJECTIVES
+from conftest import FUNCTIONS, LOSS, ROOT, load_module, pytest_configure
+from wrong_losses import WRONG_LOSSES, WRONG_OBJECTIVES, Mistake
+
+OBJECTIVES = ROOT / "experiments/objectives.py"
 
 
 def cases(test: Callable) -> list[dict[str, Any]]:
@@ -31,40 +32,54 @@ def cases(test: Callable) -> list[dict[str, Any]]:
     return choices
 
 
-def assert_rejected(test: Callable, **fixtures: Any) -> None:
-    """The test fails in one of its cases or another."""
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        for case in cases(test):
-            test(**fixtures, **case)
+def call(test: Callable, **fixtures: Any) -> None:
+    for case in cases(test):
+        test(**fixtures, **case)
 
 
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_loss_fails_the_tests_named_for_it(mistake: str) -> None:
-    module, tests = WRONG[mistake]
-    for name in tests:
-        assert_rejected(getattr(test_loss, name), loss=module)
+def module_with(mistake: Mistake, file: Path, folder: Path) -> ModuleType:
+    """The module of `file` with the mistake, written to `folder`."""
+    wrong = folder / file.name
+    wrong.write_text(mistake.made_in(file))
+    return load_module(wrong)
 
 
-@pytest.mark.parametrize("mistake", WRONG_OBJECTIVES)
-def test_a_wrong_objective_fails_the_tests_named_for_it(mistake: str) -> None:
-    name, wrong, tests = WRONG_OBJECTIVES[mistake]
-    for test in tests:
-        assert_rejected(
-            getattr(test_objectives, test), objectives=OTHER_OBJECTIVES | {name: wrong}
-        )
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_a_wrong_loss_fails_the_tests_named_for_it(name: str, tmp_path: Path) -> None:
+    mistake = WRONG_LOSSES[name]
+    module = module_with(mistake, LOSS, tmp_path)
+    for test in mistake.tests:
+        # RuntimeError is what autograd has to say where there is no gradient at all.
+        with pytest.raises((AssertionError, RuntimeError)):
+            call(getattr(test_loss, test), loss=module)
 
 
-def test_a_file_with_the_four_functions_is_a_complete_submission(
+@pytest.mark.parametrize("name", WRONG_OBJECTIVES)
+def test_a_wrong_objective_fails_the_tests_named_for_it(
+    name: str, tmp_path: Path
+) -> None:
+    mistake = WRONG_OBJECTIVES[name]
+    objectives = test_objectives.by_name(module_with(mistake, OBJECTIVES, tmp_path))
+    for test in mistake.tests:
+        with pytest.raises(AssertionError):
+            call(getattr(test_objectives, test), objectives=objectives)
+
+
+def test_called_in_the_same_way_the_tests_pass_without_a_mistake() -> None:
+    for test in {test for mistake in WRONG_LOSSES.values() for test in mistake.tests}:
+        call(getattr(test_loss, test), loss=load_module(LOSS))
+
+
+def test_a_file_with_the_five_functions_is_a_complete_submission(
     tmp_path: Path,
 ) -> None:
-    # It is also the loss of which the wrong ones are made, and that has no mistake.
     file = tmp_path / "submission.py"
-    lines = ["from wrong_losses import RIGHT"]
-    lines += [f"{function} = RIGHT.{function}" for function in FUNCTIONS]
-    file.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "pytest", "-q", test_loss.__file__]
+    file.write_text(f"from loss import {', '.join(FUNCTIONS)}")
     ended = subprocess.run(
-        [*command, "--loss", str(file)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "pytest", "-q", test_loss.__file__, "--loss", file],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stdout
 
@@ -74,19 +89,20 @@ def configure(path: Path) -> None:
     pytest_configure(SimpleNamespace(getoption={"--loss": str(path)}.get))
 
 
-def test_a_file_with_another_interface_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "renamed.py"
-    source = LOSS.read_text()
-    file.write_text(source.replace("group_advantage(reward:", "group_advantage(r:"))
-    with pytest.raises(pytest.UsageError, match=r"group_advantage\(r:"):
-        configure(file)
-
-
-def test_a_file_without_one_of_the_functions_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "incomplete.py"
-    source = LOSS.read_text()
-    file.write_text(source.replace("def kl_divergence(", "def divergence("))
-    with pytest.raises(pytest.UsageError, match="kl_divergence is missing"):
+@pytest.mark.parametrize(
+    "right, wrong, complaint",
+    [
+        ("group_advantage(reward:", "group_advantage(r:", r"group_advantage\(r"),
+        ("def kl_divergence(", "def divergence(", "kl_divergence is missing"),
+        ("import torch\n", "import no_such_module\n", "cannot be imported"),
+    ],
+)
+def test_a_file_with_another_interface_is_refused(
+    tmp_path: Path, right: str, wrong: str, complaint: str
+) -> None:
+    file = tmp_path / "other.py"
+    file.write_text(Mistake(right, wrong, tests=[]).made_in(LOSS))
+    with pytest.raises(pytest.UsageError, match=complaint):
         configure(file)
 
 
@@ -95,8 +111,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         configure(tmp_path / "missing.py")
 
 
-def test_a_file_that_fails_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "failing.py"
-    file.write_text("import no_such_module")
-    with pytest.raises(pytest.UsageError, match="cannot be imported"):
-        configure(file)
+def test_a_mistake_whose_text_is_not_there_any_more_is_an_error() -> None:
+    with pytest.raises(LookupError, match="loss.py has 'no such text' 0 times"):
+        Mistake("no such text", "", tests=[]).made_in(LOSS)
