@@ -36,7 +36,7 @@ from support.command import (
     parse_flags,
     run_script,
 )
-from support.cpu import resolve_dtype
+from support.cpu import Dtype
 from support.tasks import Split, check_model, encode_problems, task_of
 
 CHUNK = 2048  # responses that a rank samples before it reports
@@ -67,7 +67,7 @@ class EvalConfig(Flags):
     """of the sampling noise"""
     out_dir: str = ""
     """where it writes; by default runs/eval- and the time"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
     rollout_tp: PositiveCount = 1
     """ranks of a node that share an engine (tensor parallelism)"""
@@ -218,7 +218,6 @@ def report(estimates: dict[str, dict]) -> str:
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(EvalConfig)
-    cfg.dtype = resolve_dtype(cfg.dtype)
     model, benchmarks = load_benchmarks(cfg)
     cfg.out_dir = cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}")
     init_distributed()

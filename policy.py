@@ -1,7 +1,8 @@
 """The policy pi_theta: the trainer's side of the ratio (7), and how it is sharded.
 
-`Policy` is the forward pass, `build_policy` puts it under FSDP2, and `full_weights` is
-how the weights leave it, on their way into the rollout engine.
+`Policy` is the forward pass, `build_policy` puts it under FSDP2, `full_weights` is how
+the weights leave it, on their way into the rollout engine, and `check_sync` tells
+whether they have arrived.
 """
 
 from collections.abc import Iterator
@@ -12,10 +13,17 @@ import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from rollout import Rollouts
+from rollout import Engine, Rollouts
+from support.command import Refused
 
 # Response tokens whose logits exist at the same time.
 CHUNK = 1024
+# How far engine and policy may be apart after a sync, as mean |log pi_theta - log pi_b|
+# in nats a token. Rounding makes up to 0.03 of it, and fp8 up to 0.2; a layer without
+# its weights makes several nats.
+LIMIT_AT_START = 0.5
+# Later the limit is this, beside five times what the distance was at the start.
+LIMIT = 0.05
 
 
 class Policy(torch.nn.Module):
@@ -80,7 +88,6 @@ def token_log_probabilities(
 def build_policy(
     model: str,
     mesh: dist.DeviceMesh,
-    *,
     dtype: str = "float32",
     temperature: float = 1.0,
     gradient_checkpointing: bool = False,
@@ -123,3 +130,46 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for name, weight in policy.model.state_dict().items():
         yield name, weight.full_tensor()
+
+
+def check_sync(
+    engine: Engine,
+    policy: Policy,
+    prompts: list[list[int]],
+    at_start: float | None = None,
+) -> float:
+    """Hold log pi_b of a few fresh samples against log pi_theta, right after a sync.
+
+    Returns their distance: mean |log pi_theta - log pi_b| in nats a token, of the rank
+    where it is largest. The samples are at the policy's temperature, so only rounding
+    and fp8 lie between the two. `at_start` is what the first call returned. Raises
+    Refused, on all ranks, where the engine lacks weights. A collective.
+    """
+    prompts = prompts[:4]
+    samples = engine.sample(
+        prompts,
+        1,
+        seeds=list(range(len(prompts))),
+        temperature=policy.temperature,
+        max_tokens=32,
+    )
+    device = next(policy.parameters()).device
+    samples = samples.select(torch.arange(len(prompts)), device)
+    with torch.no_grad():
+        logp, _ = policy(samples)
+    # A pass without gradient leaves the root gathered, with weights that the next
+    # optimizer step makes old.
+    policy.reshard()
+    distance = (logp - samples.logp_behavior).abs()[samples.mask].mean()
+    # A maximum over ranks could pass over the NaN of one of them.
+    distance = distance.nan_to_num(nan=torch.inf)
+    dist.all_reduce(distance, dist.ReduceOp.MAX)
+    limit = LIMIT_AT_START if at_start is None else 5 * at_start + LIMIT
+    if distance > limit:
+        raise Refused(
+            f"after the sync of weights {samples.weight_version}, engine and policy "
+            f"differ by {distance:.3f} nats a token on fresh samples (limit "
+            f"{limit:.3f}): did the engine get all weights, the tied head's too, and "
+            "does the trainer compute what the model does?"
+        )
+    return distance.item()

@@ -34,7 +34,7 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def check_out_dir(cfg: Any) -> None:
-    """Raises Refused where out_dir is taken, or has nothing that --resume can go on from.
+    """Raises Refused where out_dir is taken, or --resume cannot go on there.
 
     `cfg` is a train.Config.
     """
@@ -53,9 +53,6 @@ def check_out_dir(cfg: Any) -> None:
                 f"--resume: {name} was {stored.get(name)!r} in {out} and is {value!r}; "
                 "go on with what it was"
             )
-    newest = checkpoints(out)[-1]
-    if int(newest.name.removeprefix("step-")) >= cfg.steps:
-        raise Refused(f"--resume: {newest} is the last of {cfg.steps} steps; give more")
 
 
 def save_checkpoint(
@@ -67,9 +64,9 @@ def save_checkpoint(
 ) -> None:
     """Write checkpoints/step-N, then delete all but the newest KEPT: a collective.
 
-    `waiting` are this rank's rollout.Rollouts that no step has used yet. A folder has its name
-    only when it is complete, as a run may be killed at any moment. Raises Refused where
-    it cannot be written, as on a full disk.
+    `waiting` are this rank's rollout.Rollouts that no step has used yet. A folder has
+    its name only when it is complete, as a run may be killed at any moment. Raises
+    Refused where it cannot be written, as on a full disk.
     """
     rank = dist.get_rank()
     unfinished = out / "checkpoints" / "unfinished"

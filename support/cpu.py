@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+from typing import Annotated, Literal
 
 import torch
+from pydantic import AfterValidator, Field
 
 # Parameters of mallopt, as in glibc's malloc.h.
 TRIM_THRESHOLD = -1
@@ -20,6 +22,14 @@ def resolve_dtype(dtype: str) -> str:
     if dtype != "auto":
         return dtype
     return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+# A field of a configuration that holds what "auto" stands for.
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    AfterValidator(resolve_dtype),
+    Field(validate_default=True),
+]
 
 
 def prepare_cpu(ranks_of_node: int) -> None:

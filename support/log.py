@@ -17,7 +17,6 @@ as means over its updates, each of the whole batch B of the update:
     ratio                mean of rho
     clip_fraction        share of the tokens with rho > e_B, which the cap of P3O cuts
     grad_norm            before clipping
-    learning_rate        of the update
 
 of one update:
 
@@ -214,7 +213,9 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     plot(axes[1], "reward", "reward")
     axes[1].set(title="mean reward of the rollouts", ylim=(0, 1.02))
     kl_weights = [
-        {"step": row["step"], "kl_weight": 1 - row["ess"]} for row in rows if "ess" in row
+        {"step": row["step"], "kl_weight": 1 - row["ess"]}
+        for row in rows
+        if "ess" in row
     ]
     plot(axes[2], "kl_weight", r"$1 - e_B$, the KL's weight", kl_weights)
     plot(axes[2], "kl", "KL, nats a token")
