@@ -1,36 +1,34 @@
-"""Part 3: exact statistics of a batch that no process sees as a whole.
+"""Part 3: one optimizer step on a batch that no process sees as a whole.
 
-The batch B of an optimizer step is divided among ranks, and each rank's share into
-micro-batches. toy.py has a small policy, a loss, and a process group whose collectives
-all ranks have to call equally often, in the same order. Ranks may have different
-numbers of micro-batches, and one may have none. toy.run_on_ranks tries a function out
-on several ranks.
+The batch B is divided among ranks, and the share of each rank into micro-batches.
+toy.py has the policy, and ranks to try `update` out on. Use the functions of your
+loss.py, and nothing else of it: the grader puts the reference's loss.py in its place,
+so that a mistake there costs nothing here.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
-from toy import Group, MicroBatch
+from toy import Part, Policy
+
+from loss import effective_sample_size, kl_divergence, p3o, ratio_sums  # noqa: F401
 
 
-def batch_quantities(
-    log_ratios: list[Tensor], masks: list[Tensor], rank: int, group: Group
-) -> tuple[Tensor, int]:
-    """e_B (11) and the number of tokens of the whole batch, on every rank.
+def update(
+    policy: Policy,
+    parts: list[Part],
+    all_reduce: Callable[[Tensor], Tensor],
+    world_size: int,
+) -> float:
+    """Adds the gradient of P3O (12) to policy.weight.grad; returns e_B of the batch.
 
-    log_ratios and masks, [N_i, T_i] each, are the micro-batches of this rank; padding
-    holds NaN. The tokens cannot be gathered, as a collective takes six numbers at most:
-    e_B is a function of a few sums. It has to be right at log rho = 400, too.
+    parts are the micro-batches of this rank, one at least. policy(part) returns log
+    pi_theta of the sampled tokens, [N, T], and of the K tokens of the KL, [N, T, K].
+    all_reduce(tensor) returns the sum of the tensors that the world_size ranks gave it;
+    all ranks have to call it equally often. After `update` the gradients of the ranks
+    are averaged, as FSDP and DDP do, and the average has to be the gradient of (12).
+
+    No token has its weight before e_B of the whole batch is known, and memory holds the
+    graph of one micro-batch. So n micro-batches take 2 n - 1 passes through the policy.
     """
-    raise NotImplementedError("part 3, e_B and the token count, is not written yet")
-
-
-def gradient_of_rank(
-    weight: Tensor, micro_batches: list[MicroBatch], rank: int, group: Group
-) -> Tensor:
-    """The gradient of this rank, [D, V]; the average over ranks is that of the batch.
-
-    weight [D, V] has no gradient when it comes. The loss is toy.toy_loss with log
-    pi_theta from toy.log_probabilities, and e_B and the token count of the whole batch.
-    After this function the framework averages over the ranks, as FSDP and DDP do. A
-    rank without a micro-batch has a gradient of zeros.
-    """
-    raise NotImplementedError("part 3, the gradient, is not written yet")
+    raise NotImplementedError("part 3, the update, is not written yet")

@@ -1,0 +1,99 @@
+"""What is checked of results.json of part 4: its form, and that its numbers fit."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
+from assignment.solution.experiment import paired_interval
+
+Sentence = Annotated[str, Field(min_length=40)]
+Accuracy = Annotated[float, Field(ge=0, le=1)]
+# Fields of train.Config that say where and how fast it runs, not what comes out.
+OF_THE_MACHINE = {"out_dir", "seed", "eval_every", "save_every", "resume", "verbose"}
+# An arm that has another value than the default is off-policy.
+OF_MISMATCH = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "rollout_quantization",
+    "lag",
+    "passes",
+    "minibatches",
+}
+
+
+class Arm(BaseModel):
+    """One of the two settings, and what came out."""
+
+    flags: list[str]
+    seeds: Annotated[list[int], Field(min_length=5)]
+    values: list[Accuracy]
+
+
+class Comparison(BaseModel):
+    """The first arm less the second."""
+
+    difference: float
+    low: float
+    high: float
+
+
+class Results(BaseModel):
+    """results.json, whose fields the handout explains."""
+
+    question: Sentence
+    prediction: Sentence
+    arms: Annotated[dict[str, Arm], Field(min_length=2, max_length=2)]
+    comparison: Comparison
+    conclusion: Sentence
+
+
+def wrong_results(path: Path) -> str:
+    """The first thing that is wrong with results.json; empty if nothing is."""
+    try:
+        results = Results.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        complaint = error.errors()[0]
+        field = " ".join(str(part) for part in complaint["loc"])
+        return f"results.json, {field or 'as a whole'}: {complaint['msg']}"
+    first, second = results.arms.values()
+    for name, arm in results.arms.items():
+        if len(set(arm.seeds)) < len(arm.seeds):
+            return f"arm {name!r} has a seed twice"
+        if len(arm.values) != len(arm.seeds):
+            return f"arm {name!r} has not one value for each seed"
+    if first.seeds != second.seeds:
+        return "the arms do not have the same seeds, so they cannot be paired"
+    right = paired_interval(first.values, second.values)
+    for (name, found), expected in zip(results.comparison, right, strict=True):
+        if not abs(found - expected) <= 1e-4:
+            return f"{name} is {found}; from the values it is {expected:.4f}"
+    return wrong_flags([first.flags, second.flags])
+
+
+def wrong_flags(flags_of_arms: list[list[str]]) -> str:
+    """What is wrong with the settings of the two arms; empty if nothing is."""
+    # Not at the top of the file: the trainer takes seconds to import.
+    from support.command import Refused, parse_flags
+    from train import Config, find_loss
+
+    settings = []
+    for flags in flags_of_arms:
+        # A recipe is a file, which the grader does not open for a student.
+        if any(flag.startswith(("--config", "--seed")) for flag in flags):
+            return "leave --seed and --config out of the flags"
+        try:
+            cfg = parse_flags(Config, flags)
+            # One in a module of the student's cannot be looked up here.
+            if ":" not in cfg.objective:
+                find_loss(cfg.objective, cfg.objective_args)
+        except (Refused, SystemExit) as error:
+            return f"train.py refuses the flags: {error}"
+        settings.append(cfg.model_dump(exclude=OF_THE_MACHINE))
+    if settings[0] == settings[1]:
+        return "the arms have the same settings: nothing is compared"
+    default = Config().model_dump(include=OF_MISMATCH)
+    if all(default.items() <= each.items() for each in settings):
+        return f"no arm has a mismatch: set one of {', '.join(sorted(OF_MISMATCH))}"
+    return ""
