@@ -1,417 +1,224 @@
 """The mismatch laboratory: objectives x mismatches x seeds, each a run of train.py.
 
-    python experiments/mismatch.py --grid reduced
-    torchrun --nproc-per-node 2 experiments/mismatch.py --grid full
+    python experiments/mismatch.py --part reduced
+    python experiments/mismatch.py --part grid --workers 2
 
-The first is what `make reproduce` does, 18 runs; the second makes one run on each core,
-or on each GPU. A finished run is a line of FOLDER/mismatch.jsonl (--folder), with its
-command, commit, configuration and metrics. A cell that has its line is not run again,
-so the grid can be stopped and started at will. What a run does not set is EVERY_RUN and
-the defaults of train.py. After each run eval.py measures pass@8 of its model. Held-out
-accuracy is that of the policy, on the same problems with the same noise for all.
+A finished run is a line of FOLDER/light.jsonl (--folder); experiments/report.py makes
+figures and tables of these. A part can be stopped and started at will, and a run that
+two parts have is made once. The parts:
 
-The plan was written down before the first run of the full grid, but for the three
-changes that it tells of, and it runs by itself:
-1. LEARNING_RATE is the one of LEARNING_RATES with the best score on-policy (P3O, two
-   seeds). The score of a run is the mean of its last three sampled held-out accuracies.
-2. MAIN objectives run under all MISMATCHES, first with one seed, then with SEEDS where
-   it breaks (point 3), and with SEEDS_ELSEWHERE where it does not. It was SEEDS
-   everywhere, until 128 runs told that this would take more than ten hours.
-3. A mismatch is one "where it breaks" if the first seed of P3O, GRPO 0.2 or REINFORCE
-   scores 0.1 or more below the same objective on-policy. All OTHERS run there, with
-   SEEDS_ELSEWHERE.
-4. CONTROLS run with the objectives that decide, with SEEDS_ELSEWHERE. This was added
-   when the first seed of point 2 had run.
-5. The authors' k3 with its clamp runs at T = 1.6 as well, with SEEDS_ELSEWHERE. This
-   was added when P3O with k3, which has no clamp, had collapsed there.
+    reduced      what `make reproduce` runs: 18 runs
+    grid         MAIN under all MISMATCHES, five seeds; OTHERS where it breaks and at
+                 T = 1.6, three seeds: 476 runs
+    constants    one constant for all mismatches in place of e_B, three seeds: 126 runs
+    own          the mean of the run's own e_B, and another run's e_B, update by update:
+                 84 runs, which need those of P3O in `grid`
+    rates        two more learning rates where it matters, three seeds: 96 runs
+    heat         remedies for hot rollouts, three seeds: 81 runs
+
+What a run does not set is EVERY_RUN and the defaults of train.py. Trainer and rollouts
+compute in float32, so that no result hangs on the CPU; only the engine of fp8 does not.
+LEARNING_RATE was the best of four on fresh data for P3O, in the first version's runs.
 """
 
 import argparse
-import fcntl
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean
+from typing import Literal, get_args
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.runs import (
+    RESULTS,
+    ROOT,
+    Cell,
+    Flags,
+    Run,
+    read_runs,
+    run_grid,
+    series,
+    words_of,
+)
+from support.command import Refused, run_script
+
 # Half the default batch, all of it in one update: noisier and cheaper.
-EVERY_RUN = ["--steps=60", "--prompts_per_step=16", "--minibatches=1"]
-LEARNING_RATES = (1e-4, 2e-4, 5e-4, 1e-3)
+EVERY_RUN: Flags = {
+    "steps": 60,
+    "prompts_per_step": 16,
+    "minibatches": 1,
+    "dtype": "float32",
+    "rollout_dtype": "float32",
+}
 LEARNING_RATE = 2e-4
-MISMATCHES = {
-    "on-policy": [],
-    "T = 0.6": ["--temperature=0.6"],
-    "T = 0.8": ["--temperature=0.8"],
-    "T = 1.2": ["--temperature=1.2"],
-    "T = 1.4": ["--temperature=1.4"],
-    "T = 1.6": ["--temperature=1.6"],
-    "fp8": ["--rollout_quantization=fp8_per_channel"],
-    "lag 1": ["--lag=1"],
-    "lag 4": ["--lag=4"],
-    "lag 16": ["--lag=16"],
-    "4 updates": ["--passes=2", "--minibatches=2"],
-    "16 updates": ["--passes=4", "--minibatches=4"],
+RATES = (1e-4, 2e-4, 4e-4)
+MISMATCHES: dict[str, Flags] = {
+    "on-policy": {},
+    "T = 0.6": {"temperature": 0.6},
+    "T = 0.8": {"temperature": 0.8},
+    "T = 1.2": {"temperature": 1.2},
+    "T = 1.4": {"temperature": 1.4},
+    "T = 1.6": {"temperature": 1.6},
+    # vLLM computes in bfloat16 around its fp8 layers.
+    "fp8": {"rollout_quantization": "fp8_per_channel", "rollout_dtype": "bfloat16"},
+    "lag 1": {"lag": 1},
+    "lag 4": {"lag": 4},
+    "lag 16": {"lag": 16},
+    "4 updates": {"passes": 2, "minibatches": 2},
+    "16 updates": {"passes": 4, "minibatches": 4},
     # As many batches B as in "4 updates", as small as in "16 updates", each used once.
     # The last three of a step are one to three updates old.
-    "4 minibatches": ["--minibatches=4"],
-    # Fresh, stale, hot and fp8 rollouts in turn, by a script of its own.
-    "changing": [],
+    "4 minibatches": {"minibatches": 4},
+    "T = 1.2, lag 4": {"temperature": 1.2, "lag": 4},
 }
-# No mismatch: batches B as small and as many as with 4 minibatches, all of them fresh.
-CONTROLS = {
-    "small batches": ["--steps=240", "--prompts_per_step=4", "--eval_every=40"],
+# Where P3O, GRPO 0.2 or REINFORCE lost 0.1 or more, with the first seed, in the first
+# version's runs.
+BREAKING = ("lag 4", "lag 16", "4 updates", "16 updates", "4 minibatches")
+MAIN = ("p3o", "grpo 0.2", "grpo 0.4", "reinforce", "p3o, no KL")
+OTHERS = ("p3o, k3", "p3o, is", "p3o, no cap", "dapo", "gspo", "cispo", "tis")
+CONSTANTS = (0.8, 0.9, 0.97)
+OWN_MEAN, YOKED = "p3o, own mean e_B", "p3o, yoked e_B"
+RAW = "p3o, raw log pi_b"
+REMEDIES = (
+    "p3o, KL at one heat",  # A in experiments/README.md
+    "p3o, KL where signal",  # B
+    "p3o, step where signal",  # C
+    "p3o, e_B where signal",  # D
+)
+
+
+def ablation(name: str, **flags: str) -> Flags:
+    """The flags of an objective of experiments/ablations.py."""
+    return {"objective": f"experiments.ablations:{name}", **flags}
+
+
+OBJECTIVES: dict[str, Flags] = {
+    "p3o": {},
+    "grpo 0.2": {"objective": "grpo"},
+    "grpo 0.4": {"objective": "grpo", "objective_args": "eps=0.4"},
+    "reinforce": {"objective": "reinforce"},
+    "p3o, no KL": ablation("cap_without_kl"),
+    "p3o, k3": ablation("k3"),
+    "p3o, is": ablation("importance_sampled"),
+    "p3o, no cap": ablation("kl_without_cap"),
+    "dapo": {"objective": "experiments.objectives:dapo"},
+    "gspo": {"objective": "experiments.objectives:gspo"},
+    "cispo": {"objective": "experiments.objectives:cispo"},
+    "tis": {"objective": "experiments.objectives:tis"},
+    **{
+        f"p3o, e_B = {c}": ablation("fixed_ess", objective_args=f"level={c}")
+        for c in CONSTANTS
+    },
+    OWN_MEAN: ablation("fixed_ess"),  # with the level of the cell
+    YOKED: ablation("yoked_ess"),  # with the file of the cell
+    RAW: {},
+    "p3o, KL at one heat": {},
+    "p3o, KL where signal": ablation("kl_where_signal"),
+    "p3o, step where signal": {},
+    "p3o, e_B where signal": ablation("ess_where_signal"),
 }
-MAIN = {
-    "p3o": [],
-    "grpo 0.2": ["--objective=grpo"],
-    "grpo 0.4": ["--objective=grpo", "--objective_args", "eps=0.4"],
-    "reinforce": ["--objective=reinforce"],
-    "p3o, k3": ["--objective=experiments.ablations:k3"],
+# What no objective can reach: names of experiments/patched.py.
+PATCHES = {
+    RAW: "raw_logprobs",
+    "p3o, KL at one heat": "kl_at_rollout_temperature",
+    "p3o, step where signal": "step_where_signal",
 }
-OTHERS = {
-    "p3o, is": ["--objective=experiments.ablations:importance_sampled"],
-    "p3o, no KL": ["--objective=experiments.ablations:cap_without_kl"],
-    "p3o, no cap": ["--objective=experiments.ablations:kl_without_cap"],
-    # Of some ten responses, cut by length: so the micro-batches differ.
-    "p3o, e_B of a micro-batch": [
-        "--objective=experiments.ablations:ess_of_micro_batch",
-        "--micro_batch_tokens=600",
-    ],
-    # The mean of the e_B of P3O's own run of this seed.
-    "p3o, fixed e_B": ["--objective=experiments.ablations:fixed_ess"],
-    # The e_B of P3O's run of the next seed, step by step.
-    "p3o, yoked e_B": ["--objective=experiments.ablations:yoked_ess"],
-    "p3o, clamped k3": ["--objective=experiments.ablations:clamped_k3"],
-    "grpo 0.6": ["--objective=grpo", "--objective_args", "eps=0.6"],
-    "dapo": ["--objective=experiments.objectives:dapo"],
-    "gspo": ["--objective=experiments.objectives:gspo"],
-    "cispo": ["--objective=experiments.objectives:cispo"],
-    "tis": ["--objective=experiments.objectives:tis"],
-    "m2po": ["--objective=experiments.objectives:m2po"],
-    "decoupled": ["--objective=experiments.objectives:decoupled"],
-    # log pi_b as vLLM records it by default: before the temperature.
-    "p3o, raw log pi_b": [],
-    "grpo 0.2, raw log pi_b": ["--objective=grpo"],
-}
-# Elsewhere these are, to rounding, P3O, GRPO 0.2 and CISPO.
-ONLY_IN = {
-    "p3o, raw log pi_b": ["T = 0.6", "T = 0.8", "T = 1.2", "T = 1.4", "T = 1.6"],
-    "grpo 0.2, raw log pi_b": ["T = 0.6", "T = 0.8", "T = 1.2", "T = 1.4", "T = 1.6"],
-    "decoupled": ["4 updates", "16 updates", "4 minibatches"],
-}
-DECIDE = ["p3o", "grpo 0.2", "reinforce"]
-SEEDS = 5
-SEEDS_ELSEWHERE = 3
-REDUCED = ["on-policy", "T = 0.6", "T = 1.4", "T = 1.6", "lag 16", "16 updates"]
-KEPT = """step reward heldout_pass@1 heldout_greedy ess ess_min kl capped entropy
-    response_tokens truncated grad_norm ratio mismatch_mean mismatch_max""".split()
-
-
-class Cell(NamedTuple):
-    """A run of the grid."""
-
-    mismatch: str
-    learning_rate: float
-    objective: str
-    seed: int
-
-
-def score(row: dict) -> float:
-    """The mean of a run's last three sampled accuracies; 0 if it stopped itself."""
-    if row["stopped"]:
-        return 0.0
-    accuracies = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
-    last = accuracies[-3:]
-    return sum(last) / len(last)
-
-
-def where_it_breaks(done: dict[Cell, dict]) -> list[str]:
-    """The mismatches of point 3 of the plan, among those whose first seed has run."""
-    breaking = []
-    for mismatch in MISMATCHES:
-        for objective in DECIDE:
-            here = done.get(Cell(mismatch, LEARNING_RATE, objective, 0))
-            on_policy = done.get(Cell("on-policy", LEARNING_RATE, objective, 0))
-            if here and on_policy and score(here) <= score(on_policy) - 0.1:
-                breaking.append(mismatch)
-                break
-    return breaking
+Part = Literal["reduced", "grid", "constants", "own", "rates", "heat"]
 
 
 def cells_of(
-    mismatches: Iterable[str], objectives: Iterable[str], seeds: Iterable[int]
+    mismatches: Iterable[str],
+    objectives: Iterable[str],
+    seeds: int,
+    learning_rate: float = LEARNING_RATE,
 ) -> list[Cell]:
-    """All combinations at LEARNING_RATE, seed by seed."""
+    """All combinations, seed by seed: a part that is stopped has whole comparisons."""
     return [
-        Cell(mismatch, LEARNING_RATE, objective, seed)
-        for seed in seeds
+        Cell(mismatch, objective, learning_rate, seed)
+        for seed in range(seeds)
         for mismatch in mismatches
         for objective in objectives
-        if mismatch in ONLY_IN.get(objective, [mismatch])
     ]
 
 
-def plan(grid: str, done: dict[Cell, dict]) -> list[Cell]:
-    """The runs of a grid, those that tell most first; point 3 as far as it is known."""
-    rates = [
-        Cell("on-policy", rate, "p3o", seed)
-        for seed in range(2)
-        for rate in LEARNING_RATES
-    ]
-    if grid == "learning_rate":
-        return rates
-    if grid == "reduced":
-        return cells_of(REDUCED, DECIDE, [0])
-    cells = rates + cells_of(MISMATCHES, MAIN, [0])
-    if all(cell in done for cell in cells):
-        breaking = where_it_breaks(done)
-        cells += cells_of(CONTROLS, DECIDE, range(SEEDS_ELSEWHERE))
-        estimates = ["p3o", "p3o, k3", "p3o, clamped k3"]
-        cells += cells_of(["T = 1.6"], estimates, range(SEEDS_ELSEWHERE))
-        cells += cells_of(["on-policy", *breaking], MAIN, range(1, SEEDS_ELSEWHERE))
-        for seed in range(SEEDS_ELSEWHERE):
-            cells += cells_of(breaking, OTHERS, [seed])
-            cells += cells_of(MISMATCHES, MAIN, [seed])
-        cells += cells_of(breaking, MAIN, range(SEEDS_ELSEWHERE, SEEDS))
-    return list(dict.fromkeys(cells))  # each once, at its first place
-
-
-def script_of(cell: Cell) -> str:
-    """The script of a run: train.py, or one that is train.py but for one thing."""
-    if cell.mismatch == "changing":
-        return "experiments/changing.py"
-    if "raw log pi_b" in cell.objective:
-        return "experiments/raw_logprobs.py"
-    return "train.py"
-
-
-def flags_of(cell: Cell, done: dict[Cell, dict], folder: Path) -> list[str]:
-    """The script and flags of a run. KeyError where it needs a run that is not done."""
-    flags = [
-        script_of(cell),
-        *(MAIN | OTHERS)[cell.objective],
-        *EVERY_RUN,
-        *(MISMATCHES | CONTROLS)[cell.mismatch],
-        f"--learning_rate={cell.learning_rate}",
-        f"--seed={cell.seed}",
-    ]
-    if cell.objective == "p3o, fixed e_B":
-        of_p3o = done[cell._replace(objective="p3o")]
-        ess = of_p3o["metrics"]["ess"][1:]  # Step 0 has none.
-        flags += ["--objective_args", f"level={sum(ess) / len(ess):.4f}"]
-    if cell.objective == "p3o, yoked e_B":
-        other_seed = (cell.seed + 1) % SEEDS_ELSEWHERE
-        other = cell._replace(objective="p3o", seed=other_seed)
-        flags += ["--objective_args", f"path={ess_file(other, done[other], folder)}"]
-    return flags
-
-
-def ess_file(cell: Cell, row: dict, folder: Path) -> Path:
-    """A file with the e_B of a run for each of its updates: the mean of the update's
-    step.
-    """
-    updates = row["config"]["passes"] * row["config"]["minibatches"]
-    ess = [value for value in row["metrics"]["ess"][1:] for _ in range(updates)]
-    name = f"{cell.mismatch} {cell.learning_rate} {cell.seed}.json".replace(" ", "-")
-    path = folder / "ess" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(ess))
-    return path
-
-
-def share_of_machine() -> tuple[int, int]:
-    """This process's place, and of how many, under torchrun; (0, 1) without it.
-
-    Under torchrun it gets a GPU or a part of the cores to itself, and what it starts
-    knows nothing of torchrun.
-    """
-    if "RANK" not in os.environ:
-        return 0, 1
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local, of_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[local::of_node] or cores)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        visible.split(",")[local] if visible else str(local)
-    )
-    of_torchrun = (
-        "RANK",
-        "WORLD_",
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "TORCHEL",
-        "OMP_NUM",
-    )
-    for name in list(os.environ):
-        if name.startswith(of_torchrun):
-            del os.environ[name]
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    return rank, world
-
-
-def finished(results: Path) -> dict[Cell, dict]:
-    """The lines of the results by their cells; of a cell that has several, the last.
-
-    A line that a killed process left unfinished does not count.
-    """
-    if not results.exists():
-        return {}
-    done = {}
-    for line in open(results):
-        if line.endswith("\n"):
-            row = json.loads(line)
-            done[Cell(*(row[name] for name in Cell._fields))] = row
-    return done
-
-
-def append(results: Path, row: dict) -> None:
-    """A line more, by one process at a time, in place of one that a kill left cut."""
-    with open(results, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(row).encode() + b"\n")
-
-
-def commit_here() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    return (
-        subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        or "no clone"
-    )
-
-
-def run(cell: Cell, flags: list[str], eval_flags: Iterable[str]) -> dict:
-    """One run; its configuration, commit, metrics by name, and pass@8 of its model.
-
-    A run that stopped itself, on a number that is not finite, keeps what it had. Any
-    other failure is a RuntimeError, with what was printed.
-    """
-    commit, start = commit_here(), time.time()
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "run")
-        command = [sys.executable, *flags, f"--out_dir={out}"]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        stopped = None
-        if ended.returncode != 0:
-            stopped = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-            if "not finite" not in stopped:
-                raise RuntimeError(f"{' '.join(flags)} failed:\n{ended.stderr[-2000:]}")
-        rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-        config = json.loads((out / "config.json").read_text())
-        pass_at_8 = None
-        if not stopped:
-            pass_at_8 = measure_pass_at_8(out, eval_flags)
-    metrics = {}
-    for name in KEPT:
-        metrics[name] = [round(row[name], 6) if name in row else None for row in rows]
-    return {
-        **cell._asdict(),
-        "command": f"python {' '.join(flags)}",
-        "commit": commit,
-        "seconds": round(time.time() - start, 1),
-        "stopped": stopped,
-        "pass@8": pass_at_8,
-        "config": config | {"out_dir": ""},
-        "metrics": metrics,
-    }
-
-
-def measure_pass_at_8(out: Path, eval_flags: Iterable[str]) -> float:
-    """pass@8 of the model of a run, on the first 128 held-out problems at temperature
-    1.
-    """
-    command = [sys.executable, "eval.py", f"--model={out}", f"--out_dir={out}/eval"]
-    command += ["--samples=8", "--limit=128", "--dtype=bfloat16", *eval_flags]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    results = json.loads((out / "eval/results.json").read_text())
-    return results["average"]["8"]["value"]
-
-
-def run_plan(
-    plan: Callable[[dict[Cell, dict]], list[Cell]],
-    flags_of: Callable[[Cell, dict[Cell, dict]], list[str]],
-    results: Path,
-    hours: float,
-    eval_flags: Iterable[str] = (),
-) -> None:
-    """Run the cells of a plan that have no line in `results` yet, and append theirs.
-
-    `plan` and `flags_of` get the finished runs, those of the other ranks too. Under
-    torchrun each rank takes its share of the cells. SystemExit at the end if runs
-    failed.
-    """
-    os.chdir(ROOT)
-    # A run that is going on ends with its grid.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    rank, world = share_of_machine()
-    begin = time.time()
-    results.parent.mkdir(parents=True, exist_ok=True)
-    failed: set[Cell] = set()
-    while time.time() - begin < hours * 3600:
-        done = finished(results)
-        cells = plan(done)
-        # Each rank takes its share of the plan.
-        undone = [
-            (number, cell)
-            for number, cell in enumerate(cells)
-            if cell not in done and cell not in failed and number % world == rank
+def plan(part: Part) -> list[Cell]:
+    """The runs of a part."""
+    if part == "reduced":
+        shown = ("on-policy", "T = 0.6", "T = 1.4", "T = 1.6", "lag 16", "16 updates")
+        return cells_of(shown, ("p3o", "grpo 0.2", "reinforce"), seeds=1)
+    if part == "grid":
+        others = cells_of((*BREAKING, "T = 1.6"), OTHERS, seeds=3)
+        return cells_of(MISMATCHES, MAIN, seeds=5) + others
+    if part == "constants":
+        return cells_of(MISMATCHES, [f"p3o, e_B = {c}" for c in CONSTANTS], seeds=3)
+    if part == "own":
+        return cells_of(MISMATCHES, (OWN_MEAN, YOKED), seeds=3)
+    if part == "rates":
+        where = ("on-policy", "T = 1.6", "lag 16", "16 updates")
+        return [
+            cell
+            for rate in RATES
+            if rate != LEARNING_RATE  # the grid has that one
+            for cell in cells_of(where, MAIN[:4], seeds=3, learning_rate=rate)
         ]
-        if not undone:
-            if world > 1 and any(cell not in done for cell in cells) and not failed:
-                time.sleep(10)  # what another rank runs may lengthen the plan
-                continue
-            break
-        number, cell = undone[0]
-        try:
-            row = run(cell, flags_of(cell, done), eval_flags)
-        except (RuntimeError, subprocess.CalledProcessError, KeyError) as error:
-            failed.add(cell)  # the other runs are not worse for it
-            print(
-                f"{number + 1}/{len(cells)}  {cell}  {error!r}",
-                file=sys.stderr,
-                flush=True,
-            )
-            continue
-        append(results, row)
-        accuracies = [a for a in row["metrics"]["heldout_pass@1"] if a is not None]
-        print(
-            f"{number + 1}/{len(cells)}  {cell}  {accuracies}  {row['seconds']} s",
-            flush=True,
-        )
-    if failed:
-        sys.exit(
-            f"{results}: {len(failed)} runs failed, as said above; the rest is kept"
-        )
+    hot = ("T = 1.2", "T = 1.6", "T = 1.2, lag 4")
+    remedies = cells_of((*hot, "lag 4", "lag 16", "16 updates"), REMEDIES, seeds=3)
+    return remedies + cells_of(hot, (RAW,), seeds=3)
+
+
+def script_of(objective: str) -> list[str]:
+    """train.py, or the script that is train.py but for one thing."""
+    if objective in PATCHES:
+        return ["experiments/patched.py", PATCHES[objective]]
+    return ["train.py"]
+
+
+def command_of(cell: Cell, done: dict[Cell, Run], folder: Path) -> list[str]:
+    """The script and flags of a run. `done` has the runs of P3O that some cells need.
+
+    Raises Refused where one is missing.
+    """
+    flags = EVERY_RUN | MISMATCHES[cell.mismatch] | OBJECTIVES[cell.objective]
+    flags |= {"learning_rate": cell.learning_rate, "seed": cell.seed}
+    if cell.objective == OWN_MEAN:
+        _, ess = ess_of_p3o(cell, done)
+        flags["objective_args"] = f"level={mean(ess):.4f}"
+    if cell.objective == YOKED:
+        other, ess = ess_of_p3o(cell._replace(seed=(cell.seed + 1) % 3), done)
+        number = list(MISMATCHES).index(cell.mismatch)
+        path = folder / f"ess/{number}-{other.seed}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ess))
+        flags["objective_args"] = f"path={os.path.relpath(path, ROOT)}"
+    return [*script_of(cell.objective), *words_of(flags)]
+
+
+def ess_of_p3o(cell: Cell, done: dict[Cell, Run]) -> tuple[Cell, list[float]]:
+    """P3O's run beside this one, and its e_B at each update: the mean of the step."""
+    own = cell._replace(objective="p3o")
+    if own not in done:
+        raise Refused(f"{cell} needs the run of P3O: --part grid comes first")
+    config = done[own]["config"]
+    updates = config["passes"] * config["minibatches"]
+    ess = [value for _, value in series(done[own], "ess") for _ in range(updates)]
+    return own, ess
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--grid", default="reduced", choices=("learning_rate", "reduced", "full")
-    )
-    parser.add_argument("--folder", type=Path, default=Path("experiments/results"))
-    parser.add_argument(
-        "--hours", type=float, default=24, help="start no run after so long"
-    )
+    parser.add_argument("--part", choices=get_args(Part), required=True)
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
     args = parser.parse_args()
-    run_plan(
-        partial(plan, args.grid),
-        partial(flags_of, folder=args.folder),
-        args.folder / "mismatch.jsonl",
-        args.hours,
-    )
+    folder = args.folder.resolve()
+    path = folder / "light.jsonl"
+    done = read_runs(path) if path.exists() else {}
+    command = partial(command_of, done=done, folder=folder)
+    run_grid(plan(args.part), command, path, args.workers)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

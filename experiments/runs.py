@@ -1,0 +1,223 @@
+"""Runs of train.py: making a grid of them, one run a core, and reading what they left.
+
+A cell of a grid is one run. A finished run is a line of a JSONL file, with its cell,
+command, commit, configuration, metrics by step, and pass@8 of the model that it leaves.
+A cell that has its line is not run again, so a grid can be stopped and started at will.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from scipy.stats import t as student
+
+from support.command import Refused
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments/results"
+KEPT = """step reward groups_with_signal heldout_pass@1 heldout_greedy ess ess_min kl
+    clip_fraction entropy response_tokens truncated grad_norm ratio mismatch_mean
+    mismatch_max""".split()
+
+
+class Cell(NamedTuple):
+    """What tells a run from the others of its grid."""
+
+    mismatch: str
+    objective: str
+    learning_rate: float
+    seed: int
+
+
+Run = dict[str, Any]  # a line of the JSONL file
+Flags = dict[str, Any]  # of train.py or eval.py, by name
+
+# Making runs
+
+
+def words_of(flags: Flags) -> list[str]:
+    """Flags as they stand in a command."""
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def python(*words: str) -> subprocess.CompletedProcess:
+    """Run a script from the root of the repository, and wait for it."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def commit_here() -> str:
+    """The commit of this clone, with "-dirty" where files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    described = subprocess.run(command, capture_output=True, text=True)
+    return described.stdout.strip() or "no clone"
+
+
+def make_run(cell: Cell, command: list[str], eval_flags: Flags) -> Run:
+    """Run a command that is train.py with flags; then eval.py on the model.
+
+    A run that stopped itself, on a number that is not finite, keeps what it had. Any
+    other failure is a RuntimeError, with what was printed.
+    """
+    commit, start = commit_here(), time.time()
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "run")
+        ended = python(*command, f"--out_dir={out}")
+        message = ended.stderr.strip()
+        stopped = message.splitlines()[-1] if ended.returncode else None
+        if stopped and "not finite" not in stopped:
+            raise RuntimeError(message[-2000:])
+        steps = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        config = json.loads((out / "config.json").read_text())
+        pass_at_8 = None if stopped else measure_pass_at_8(out, eval_flags)
+    metrics = {}
+    for name in KEPT:
+        metrics[name] = [round(row[name], 6) if name in row else None for row in steps]
+    return {
+        **cell._asdict(),
+        "command": f"python {' '.join(command)}",
+        "commit": commit,
+        "seconds": round(time.time() - start, 1),
+        "stopped": stopped,
+        "pass@8": pass_at_8,
+        "config": config | {"out_dir": ""},
+        "metrics": metrics,
+    }
+
+
+def measure_pass_at_8(out: Path, eval_flags: Flags) -> float:
+    """pass@8 of a run's model at temperature 1, on the first 128 held-out problems."""
+    flags = {"model": out, "out_dir": out / "eval", "samples": 8, "limit": 128}
+    ended = python("eval.py", *words_of(flags | {"dtype": "float32"} | eval_flags))
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-2000:])
+    results = json.loads((out / "eval/results.json").read_text())
+    return results["average"]["8"]["value"]
+
+
+def take_cores(places: multiprocessing.Queue) -> None:
+    """Give this worker, and all that it starts, its share of the cores."""
+    os.sched_setaffinity(0, places.get())
+    # Threads that spin while they wait would take the time of the others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def attempt(job: tuple[Cell, list[str], Flags]) -> tuple[Cell, Run | None, str]:
+    """A job's run, or why it failed: one that fails keeps no other from running."""
+    try:
+        return job[0], make_run(*job), ""
+    except RuntimeError as error:
+        return job[0], None, str(error)
+
+
+def run_grid(
+    cells: Iterable[Cell],
+    command_of: Callable[[Cell], list[str]],
+    path: Path,
+    workers: int,
+    eval_flags: Flags | None = None,
+) -> None:
+    """Run the cells that have no line in `path` yet, and append theirs.
+
+    The workers share the cores of this process. Raises Refused at the end where runs
+    failed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = read_runs(path) if path.exists() else {}
+    jobs = [
+        (cell, command_of(cell), eval_flags or {})
+        for cell in dict.fromkeys(cells)
+        if cell not in done
+    ]
+    cores = sorted(os.sched_getaffinity(0))
+    # The workers inherit it: what they run ends with the grid.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    context = multiprocessing.get_context("fork")
+    places = context.Queue()
+    for worker in range(workers):
+        places.put(set(cores[worker::workers] or cores))
+    failed = 0
+    with context.Pool(workers, take_cores, (places,)) as pool:
+        ended = pool.imap_unordered(attempt, jobs)
+        for number, (cell, run, error) in enumerate(ended, start=1):
+            place = f"{number}/{len(jobs)}  {', '.join(map(str, cell))}"
+            if run is None:
+                failed += 1
+                print(f"{place}  failed: {error}", file=sys.stderr, flush=True)
+                continue
+            with open(path, "a") as file:
+                file.write(json.dumps(run) + "\n")
+            accuracies = [round(value, 2) for _, value in series(run, "heldout_pass@1")]
+            print(f"{place}  {accuracies}  {run['seconds']:.0f} s", flush=True)
+    if failed:
+        raise Refused(f"{failed} runs failed, as said above; {path} keeps the others")
+
+
+# Reading them
+
+
+def read_runs(path: Path) -> dict[Cell, Run]:
+    """The finished runs of a file. Raises Refused where there is none."""
+    try:
+        runs = [json.loads(line) for line in open(path)]
+    except OSError as error:
+        raise Refused(f"{path} has no runs yet: {error.strerror}") from None
+    return {Cell(*(run[name] for name in Cell._fields)): run for run in runs}
+
+
+def series(run: Run, metric: str) -> list[tuple[int, float]]:
+    """(step, value) wherever the run has a value of the metric."""
+    points = zip(run["metrics"]["step"], run["metrics"][metric], strict=True)
+    return [(step, value) for step, value in points if value is not None]
+
+
+def last(run: Run, metric: str) -> float:
+    """The last value of a metric."""
+    return series(run, metric)[-1][1]
+
+
+def score(run: Run) -> float:
+    """The mean of a run's last three sampled accuracies; 0 if it stopped itself."""
+    accuracies = [value for _, value in series(run, "heldout_pass@1")]
+    return 0.0 if run["stopped"] else mean(accuracies[-3:])
+
+
+def collapsed(run: Run) -> bool:
+    """Whether a run lost more than half of its best accuracy, or stopped itself."""
+    accuracies = [value for _, value in series(run, "heldout_pass@1")]
+    return bool(run["stopped"]) or accuracies[-1] < max(accuracies) / 2
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95% interval by Student's t; NaN for a single value."""
+    count = len(values)
+    if count < 2:
+        return mean(values), math.nan
+    half = student.ppf(0.975, count - 1) * stdev(values) / math.sqrt(count)
+    return mean(values), float(half)
+
+
+def text_of(values: Sequence[float], sign: str = "") -> str:
+    """A cell of a table: the mean ± half of its interval; "" without values."""
+    if not values:
+        return ""
+    middle, half = interval(values)
+    text = f"{middle:{sign}.3f}"
+    return text if math.isnan(half) else f"{text} ± {half:.3f}"
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table, whose first row is the head."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
