@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loss import p3o
+from loss import effective_sample_size, p3o, ratio_sums
 
 # The cap and the KL
 
@@ -104,6 +104,22 @@ def fixed_ess(
 ) -> Tensor:
     """(12) with the constant `level`, between 0 and 1, in place of e_B."""
     return p3o(logp, logp_behavior, advantage, kl, level)
+
+
+def ess_where_signal(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
+    """(12) with e_B over the tokens whose advantage is not 0; 1 if there is none.
+
+    So without any reward the KL has no weight. It sees one micro-batch on one rank: the
+    batch B has to be no more than that.
+    """
+    judged = advantage != 0
+    e_b = 1.0
+    if judged.any():
+        sums = ratio_sums(logp - logp_behavior, judged)
+        e_b = effective_sample_size(sums).item()
+    return p3o(logp, logp_behavior, advantage, kl, e_b)
 
 
 class YokedEss:
