@@ -1,9 +1,10 @@
-# make train       set up .venv (once), train the embedded policy: 2 minutes on two cores
+# make train       set up .venv (once), train the embedded policy
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
-# make reproduce   a reduced grid of the laboratory, with its figures: 25 minutes
-# make bench       the benchmark of the embedded policy, into runs/bench.md
-# make gpu-check   mismatch, memory, speed and a run on this machine's GPU; a CPU tells nothing of CUDA
+# make compare     P3O, GRPO and REINFORCE on stale data, with a figure
+# make reproduce   a reduced grid of the laboratory, with its figures
+# make bench       seconds of a step by phase, beside TRL where that is installed
+# make gpu-check   mismatch, memory, speed and a run on this machine's GPU
 # make lint        ruff
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,require
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all reproduce bench gpu-check lint
+.PHONY: train test test-all compare reproduce bench gpu-check lint
 train: $(VENV)/installed
 	$(BIN)/torchrun --standalone train.py
 
@@ -29,9 +30,12 @@ test-all: test
 	$(BIN)/python -m pytest -q -m slow
 endif
 
+compare: $(VENV)/installed
+	$(BIN)/python experiments/compare.py
+
 reproduce: $(VENV)/installed
-	$(BIN)/python experiments/mismatch.py --grid reduced --folder runs/reproduce
-	$(BIN)/python experiments/plot.py runs/reproduce
+	$(BIN)/python experiments/mismatch.py --part reduced --workers 2
+	$(BIN)/python experiments/report.py
 
 bench: $(VENV)/installed
 	$(BIN)/python experiments/bench.py

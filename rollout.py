@@ -225,7 +225,9 @@ class Engine:
 
     def as_rollouts(self, outputs: list) -> Rollouts:
         """vLLM's RequestOutputs as one Rollouts: log pi_b of what it drew."""
-        prompts = [output.prompt_token_ids for output in outputs for _ in output.outputs]
+        prompts = [
+            output.prompt_token_ids for output in outputs for _ in output.outputs
+        ]
         responses = [response for output in outputs for response in output.outputs]
         listed_tokens, listed_logp = [], []
         for response in responses:

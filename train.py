@@ -310,12 +310,12 @@ def update(
 ) -> dict[str, float]:
     """One optimizer step on the batch B: these rows of every rank; its statistics.
 
-    How B is divided into micro-batches and among ranks changes neither e_B nor the
-    gradient, but for rounding. A collective. Raises FloatingPointError, on all ranks,
-    where e_B or the gradient is not finite.
+    How B is divided into micro-batches and ranks changes neither e_B nor the gradient,
+    but for rounding. A collective; FloatingPointError where either is not finite.
     """
     device = next(policy.parameters()).device
     parts = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
+
     # e_B needs rho on all of B before any token has its weight. This pass is without
     # gradient, but for the last part: its graph is kept, and needs no second pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -327,8 +327,8 @@ def update(
     token_count, e_b = sums[0].item(), effective_sample_size(sums).item()  # (11)
     if not math.isfinite(e_b):
         raise FloatingPointError(
-            f"step {step}: e_B is not finite, as a ratio rho is not, or all are over "
-            "350 nats from 1: look at the learning rate, and at mismatch_max before"
+            f"step {step}: e_B is not finite, as a ratio is not, or all are e^350 and "
+            "more: look at the learning rate, and at mismatch_max before"
         )
 
     totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -337,9 +337,8 @@ def update(
         logp, top_logp = output if part is parts[-1] else policy(part)
         kl = kl_of_positions(top_logp, part, cfg)  # [N, T]
         loss = loss_fn(logp, part.logp_behavior, part.advantage, kl, e_b)  # [N, T]
-        # A part of the mean over B. FSDP averages the gradients of the ranks, and (12)
-        # sums over them.
-        share = loss[part.mask].sum() / token_count
+        # FSDP averages the gradients of the ranks, and (12) sums over them.
+        share = loss[part.mask].sum() / token_count  # a part of the mean over B
         (share * dist.get_world_size()).backward()
 
         log_ratio = (logp - part.logp_behavior).detach()  # [N, T]

@@ -26,11 +26,17 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from loss import effective_sample_size, group_advantage, kl_divergence, p3o_loss
+from loss import (
+    effective_sample_size,
+    group_advantage,
+    kl_divergence,
+    p3o,
+    ratio_sums,
+)
 from policy import build_policy, full_weights
 from reward import load_task, score
 from rollout import Engine, init_distributed, noise_seeds
-from support.prompts import check_model, encode_problems
+from support.tasks import check_model, encode_problems
 
 mesh = init_distributed()
 engine = Engine("tiny", 128, dtype="float32", top_logprobs=20)
@@ -80,11 +86,11 @@ for response in range(G):
 # %%
 answers = [problem["answer"] for problem in problems for _ in range(G)]
 reward = torch.tensor(score(rollouts.text, answers, "exact"))  # [N]
-advantage = group_advantage(reward.view(-1, G)).flatten()  # (3), [N]
+advantage = group_advantage(reward.view(-1, G)).view(-1, 1)  # (3), [N, 1]
 print(f"{reward.mean():.2f} of the responses are right")
 for response in range(G):
     right = "right" if reward[response] else "wrong"
-    print(f"A = {advantage[response]:+.3f}  {right}  {rollouts.text[response]}")
+    print(f"A = {advantage[response].item():+.3f}  {right}  {rollouts.text[response]}")
 
 # %% [markdown]
 # A right answer in a group of mostly wrong ones has a large advantage. In a group
@@ -120,7 +126,7 @@ def describe(log_ratio, mask):
     quantiles = torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)
     low, middle, high = ratio.quantile(quantiles).tolist()
     print(f"{len(ratio)} tokens; rho: 1% {low:.4f}, 50% {middle:.4f}, 99% {high:.4f}")
-    ess = ratio.mean() ** 2 / (ratio**2).mean()
+    ess = effective_sample_size(ratio_sums(log_ratio, mask))
     variation = ratio.std(correction=0) / ratio.mean()
     print(f"e_B = {ess:.6f}, and 1 / (1 + CV^2) = {1 / (1 + variation**2):.6f}")
     return float(ess)
@@ -152,11 +158,13 @@ print(f"largest KL of a position: {kl.detach()[mask].max():.2e} nats")
 # with the group's mean as its baseline.
 
 # %%
-loss, stats = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
+of_tokens = p3o(logp, rollouts.logp_behavior, advantage, kl, ess)  # (12), [N, T]
+loss = of_tokens[mask].mean()
+pull = (1 - ess) * kl[mask].mean()
 print(f"loss                {loss:+.6f}")
-print(f"  policy term       {stats['policy_loss']:+.6f}")
-print(f"  (1 - e_B) KL term {(1 - ess) * stats['kl_loss']:+.6f}")
-reinforce = (-advantage[:, None] * logp)[mask].mean()
+print(f"  policy term       {loss - pull:+.6f}")
+print(f"  (1 - e_B) KL term {pull:+.6f}")
+reinforce = (-advantage * logp)[mask].mean()
 print(f"REINFORCE           {reinforce:+.6f}")
 assert torch.isclose(loss.float(), reinforce, atol=1e-3)
 
@@ -201,17 +209,17 @@ def colored(values, scale, batch, rows):
     return Html("".join(lines))
 
 
-def weights_of(logp, kl):
-    """v_t of each token: minus |B| times the gradient of the loss to log pi_theta."""
+def weights_of(logp, kl, ess):
+    """v_t of each token: minus the gradient of its loss to its log pi_theta."""
     leaf = logp.detach().requires_grad_()
     constant_kl = kl.detach()  # The KL moves all tokens of a position, not this one.
-    loss, _ = p3o_loss(leaf, rollouts.logp_behavior, advantage, mask, kl=constant_kl)
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return -gradient * mask.sum()
+    of_tokens = p3o(leaf, rollouts.logp_behavior, advantage, constant_kl, ess)
+    (gradient,) = torch.autograd.grad(of_tokens.sum(), leaf)
+    return -gradient
 
 
-rows = [int(advantage.argmax()), int(advantage.argmin())]
-colored(weights_of(logp, kl), 3.0, rollouts, rows)
+rows = [int(advantage.argmax()), int(advantage.argmin())]  # a right and a wrong one
+colored(weights_of(logp, kl, ess), 3.0, rollouts, rows)
 
 # %% [markdown]
 # ## 7. The update
@@ -247,10 +255,11 @@ assert ess_after < ess
 for step in range(2, 11):
     logp, top_logp = policy(rollouts)
     kl = kl_divergence(top_logp, rollouts.top_logp_behavior)
-    loss, stats = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
-    ess = effective_sample_size(logp - rollouts.logp_behavior, mask)
-    print(f"step {step:2}: e_B = {ess:.4f}, mean KL {stats['kl_loss']:.4f} nats")
-    update(policy, optimizer, loss)
+    sums = ratio_sums(logp - rollouts.logp_behavior, mask)
+    ess = effective_sample_size(sums).item()  # (11)
+    of_tokens = p3o(logp, rollouts.logp_behavior, advantage, kl, ess)  # (12)
+    print(f"step {step:2}: e_B = {ess:.4f}, mean KL {kl[mask].mean():.4f} nats")
+    update(policy, optimizer, of_tokens[mask].mean())
 
 logp, top_logp = policy(rollouts)
 kl = kl_divergence(top_logp, rollouts.top_logp_behavior)
@@ -268,10 +277,11 @@ other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3, weight_decay=0.
 for step in range(1, 11):
     other_logp, other_top_logp = other(rollouts)
     other_kl = kl_divergence(other_top_logp, rollouts.top_logp_behavior)
-    other_ess = effective_sample_size(other_logp - rollouts.logp_behavior, mask)
+    sums = ratio_sums(other_logp - rollouts.logp_behavior, mask)
+    other_ess = effective_sample_size(sums)
     mean_kl = other_kl.detach()[mask].mean()
     print(f"step {step:2}: e_B = {other_ess:.4f}, mean KL {mean_kl:.4f} nats")
-    update(other, other_optimizer, (-advantage[:, None] * other_logp)[mask].mean())
+    update(other, other_optimizer, (-advantage * other_logp)[mask].mean())
 # That is after nine steps, and already more than P3O's after ten.
 assert mean_kl > kl.detach()[mask].mean()
 
@@ -282,11 +292,11 @@ assert mean_kl > kl.detach()[mask].mean()
 # small rho, is nearly white.
 
 # %%
-loss, stats = p3o_loss(logp, rollouts.logp_behavior, advantage, mask, kl=kl)
-print(f"share of tokens with rho > e_B: {stats['capped']:.2f}")
-print(f"policy term {stats['policy_loss']:+.4f}, mean KL {stats['kl_loss']:.4f} nats")
-print(f"(1 - e_B) KL {(1 - stale_ess) * stats['kl_loss']:+.4f}")
-colored(weights_of(logp, kl), 3.0, rollouts, rows)
+is_cut = (logp - rollouts.logp_behavior).exp() > stale_ess
+mean_kl = kl[mask].mean()
+print(f"share of tokens with rho > e_B: {is_cut[mask].double().mean():.2f}")
+print(f"mean KL {mean_kl:.4f} nats, (1 - e_B) KL {(1 - stale_ess) * mean_kl:.4f}")
+colored(weights_of(logp, kl, stale_ess), 3.0, rollouts, rows)
 
 # %% [markdown]
 # Where does the KL act? Here the color is KL_t. Most of it is at few positions: where
@@ -314,8 +324,8 @@ for column in farthest:
     token = tokenizer.decode(rollouts.tokens[row, rollouts.prompt_length[row] + column])
     rho = log_ratio[column].exp().item()
     grpo = 0.0 if rho < 0.8 else rho * a
-    p3o = min(rho, stale_ess) * a
-    print(f"{column:5} {token!r:6} {rho:6.3f} {a:10.3f} {grpo:8.3f} {p3o:10.3f}")
+    capped = min(rho, stale_ess) * a
+    print(f"{column:5} {token!r:6} {rho:6.3f} {a:10.3f} {grpo:8.3f} {capped:10.3f}")
 
 # %% [markdown]
 # ## 9. A hot batch
@@ -343,6 +353,33 @@ assert hot_ess[1.0] > 0.999 > hot_ess[1.4]
 
 # %%
 colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
+
+# %% [markdown]
+# ## 10. What the KL pulls at in a hot batch
+#
+# Here pi_b is pi_theta's own copy at temperature T, and the pull toward it is a known
+# thing. At every position, with H the entropy of pi_theta,
+#
+# $$\nabla \mathrm{KL}(\pi_\theta \| \pi_b)
+# = -\left(1 - \tfrac{1}{T}\right) \nabla H(\pi_\theta)$$
+#
+# since log pi_b is log pi_theta / T, less a constant. For T > 1 the pull raises the
+# entropy of pi_theta; for T < 1 it lowers it. The target is not fixed: as pi_theta
+# grows hotter, so does the copy that the next batch is sampled from.
+
+# %%
+T = 1.4
+logits = torch.randn(20, dtype=torch.float64, requires_grad=True)
+log_policy = logits.log_softmax(dim=0)
+log_behavior = (logits / T).log_softmax(dim=0).detach()
+entropy = -(log_policy.exp() * log_policy).sum()
+(grad_kl,) = torch.autograd.grad(
+    kl_divergence(log_policy, log_behavior), logits, retain_graph=True
+)
+(grad_entropy,) = torch.autograd.grad(entropy, logits)
+gap = (grad_kl + (1 - 1 / T) * grad_entropy).abs().max()
+print(f"largest entry of the gradient {grad_kl.abs().max():.4f}, of the gap {gap:.1e}")
+assert gap < 1e-12
 
 # %% [markdown]
 # ## What was seen
