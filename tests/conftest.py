@@ -165,7 +165,8 @@ def heldout():
     """The held-out split of the embedded task: problems, and prompts as token ids."""
     from train import Config, load_data
 
-    return load_data(Config()).heldout
+    _, _, heldout, _ = load_data(Config())
+    return heldout
 
 
 @pytest.fixture(scope="session")
@@ -181,10 +182,6 @@ def run_here(group):
     Left out is only what a process can do once: to join the process group, and to end
     it.
     """
-    import signal
-
-    import torch.distributed as dist
-
     import rollout
 
     def build(*arguments, **options):
@@ -193,21 +190,13 @@ def run_here(group):
         KEPT.append(engine)
         return engine
 
-    def run(module, *flags, main=None):
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        handlers = {number: signal.getsignal(number) for number in numbers}
+    def run(module, *flags):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "init_distributed", lambda: group)
             patch.setattr(module, "Engine", build)
             patch.setattr(rollout.Engine, "close", lambda engine: None)
-            patch.setattr(dist, "destroy_process_group", lambda: None)
             patch.setattr(sys, "argv", [module.__file__, *flags])
-            try:
-                (main or module.main)()
-            finally:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-                signal.set_wakeup_fd(-1)
+            module.main()
 
     return run
 

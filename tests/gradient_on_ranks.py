@@ -1,121 +1,91 @@
-"""The trainer's gradients of one batch, and what leaves the policy, on several ranks.
+"""`update` of train.py on one stale batch, and what leaves the policy, on N ranks.
 
     torchrun --nproc-per-node N tests/gradient_on_ranks.py FOLDER
 
 FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its groups of it, as
-the trainer deals them. Rank 0 writes gradients-N.pt; idle-N.pt, the gradient of its own
-responses alone, where the other ranks have none; furthest-N.pt, the response that every
-rank calls furthest from the policy; and gathered-N.pt, the weights as an engine gets
-them in bfloat16. All ranks write saved-N/, the model as the trainer
-saves it. test_train.py compares them with plain autograd on the whole batch.
+the trainer deals them. Rank 0 writes ranks-N.pt, with all that N ranks found, and all
+ranks write saved/, the model as the trainer saves it. test_train.py compares this
+with plain autograd on the whole batch.
 """
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoTokenizer
 
-from loss import OBJECTIVES, Objective
+from loss import p3o
 from policy import Policy, build_policy, full_weights
 from rollout import Rollouts, init_distributed
-from support.checkpoints import save_model, share_of_rank
-from support.flags import find_objective
-from support.prompts import check_model
-from train import Config, accumulate_gradient, furthest_response
+from support.checkpoints import save_model
+from train import Config, update
 
 GROUP_SIZE = 4
-WHOLE = 10**6  # tokens: the batch is one micro-batch
-ROW = 1  # token: every sequence is a micro-batch
-# Between them they need all that only the whole batch can tell: e_B, the number of
-# tokens, the number of responses, a cutoff, and log pi_prox.
-OBJECTIVES_COMPARED = [
-    "p3o",
-    "grpo",
-    "experiments.objectives:gspo",
-    "experiments.objectives:m2po",
-    "experiments.objectives:decoupled",
-]
-# (objective, micro_batch_tokens, sharing): responses that share their prompt's sequence
-CASES = [(name, tokens, 1) for name in OBJECTIVES_COMPARED for tokens in (300, WHOLE)]
-CASES += [("p3o", ROW, 1)]
-CASES += [("p3o", tokens, GROUP_SIZE) for tokens in (ROW, 300, WHOLE)]
-
-# By the name of each weight.
-Gradient = dict[str, torch.Tensor]
-
-
-def objective_of(name: str) -> Objective:
-    """The objective with its default hyper-parameters."""
-    return find_objective(OBJECTIVES, name, {})
-
-
-def rollouts_of_rank(folder: Path) -> Rollouts:
-    """This rank's groups of FOLDER's batch, as train.sample_step deals them."""
-    rollouts = torch.load(folder / "rollouts.pt", weights_only=False)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return share_of_rank(rollouts, GROUP_SIZE, rank, world)
+WHOLE = 10**6  # tokens: a rank's share of the batch is one micro-batch
+ROW = 1  # token: every response is a micro-batch
+MICRO_BATCHES = [ROW, 300, WHOLE]
 
 
 def gradient_of(
     policy: Policy,
-    folder: Path,
-    name: str,
-    micro_batch_tokens: int,
-    sharing: int = 1,
-    rows: list[int] | None = None,
-) -> tuple[Gradient, dict[str, float]]:
-    """The gradient of FOLDER's batch, gathered whole, and statistics. A collective.
+    rollouts: Rollouts,
+    loss_fn: Callable = p3o,
+    **settings: Any,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient that `update` hands to the optimizer, and its statistics.
 
-    `rows` are those of this rank's responses that are in the batch, by default all.
+    The gradient is of all weights, as one vector. The weights stay as they are.
     """
-    policy.sharing = sharing
-    rollouts = rollouts_of_rank(folder)
-    if rows is None:
-        rows = list(range(len(rollouts.text)))
-    stats = accumulate_gradient(
-        policy,
-        rollouts,
-        rows,
-        objective_of(name),
-        Config(micro_batch_tokens=micro_batch_tokens),
-        step=1,
-    )
-    gradient = {}
-    for weight_name, weight in policy.model.named_parameters():
-        gradient[weight_name] = weight.grad.full_tensor().clone()
-    policy.zero_grad()
+    found = []
+
+    def record(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        gradients = [weight.grad.full_tensor() for weight in policy.parameters()]
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(record)
+    cfg = Config(**{"max_grad_norm": 1e9} | settings)
+    rows = torch.arange(len(rollouts.text))
+    stats = update(policy, optimizer, loss_fn, rollouts, rows, cfg, step=7)
+    [gradient] = found
     return gradient, stats
+
+
+def with_nan(rollouts: Rollouts, name: str) -> Rollouts:
+    """The batch with one number of a response token that is not finite."""
+    broken = rollouts.select(torch.arange(len(rollouts.text)), torch.device("cpu"))
+    getattr(broken, name)[2, 0] = torch.nan
+    return broken
 
 
 def main(folder: Path) -> None:
     mesh = init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.load(folder / "rollouts.pt", weights_only=False)
+    group = torch.arange(len(whole.text)) // GROUP_SIZE
+    rollouts = whole.select((group % world == rank).nonzero()[:, 0], mesh.device_type)
     policy = build_policy(str(folder / "model"), mesh)
-    results = {case: gradient_of(policy, folder, *case) for case in CASES}
-    of_rank_0 = None if rank == 0 else []
-    idle = gradient_of(policy, folder, "p3o", 300, rows=of_rank_0)
-    furthest: list = [None] * world
-    dist.all_gather_object(
-        furthest, furthest_response(policy, rollouts_of_rank(folder), Config())
-    )
-
-    half = build_policy(str(folder / "model"), mesh, dtype="bfloat16")
-    # Before any forward pass, and then after one, which leaves the root gathered.
-    list(full_weights(half))
-    one_row = torch.load(folder / "rollouts.pt", weights_only=False).select([0])
-    with torch.no_grad():
-        half(one_row)
-    gathered = [(name, weight.clone()) for name, weight in full_weights(half)]
-
+    results = {"weights": [(n, w.clone()) for n, w in full_weights(policy)]}
+    for tokens in MICRO_BATCHES:
+        results[tokens] = gradient_of(policy, rollouts, micro_batch_tokens=tokens)
+    for name in "logp_behavior", "advantage":
+        # Only the last rank has such a number.
+        batch = with_nan(rollouts, name) if rank == world - 1 else rollouts
+        try:
+            gradient_of(policy, batch)
+            said = "nothing"
+        except FloatingPointError as error:
+            said = str(error)
+        results[name] = [None] * world
+        dist.all_gather_object(results[name], said)
     if rank == 0:
-        torch.save(results, folder / f"gradients-{world}.pt")
-        torch.save(idle, folder / f"idle-{world}.pt")
-        torch.save(furthest, folder / f"furthest-{world}.pt")
-        torch.save(gathered, folder / f"gathered-{world}.pt")
-    tokenizer, _ = check_model("tiny")
-    save_model(policy, tokenizer, folder / f"saved-{world}")
+        torch.save(results, folder / f"ranks-{world}.pt")
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    save_model(policy.model, full_weights(policy), tokenizer, folder / "saved")
     dist.destroy_process_group()
     # Ended here, as the interpreter's own end aborted once: a thread of gloo's may
     # still hold a tensor of the last collective then.
