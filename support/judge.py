@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 3.0  # seconds of CPU time; honest pairs need 0.2 at most
+LIMIT = 3.0  # seconds of CPU time; honest pairs need 0.02 as a rule, 0.4 at most
 MEMORY = 2**29  # bytes of address space, of which the judge itself has an eighth
 WORKERS = 4  # children at once
 

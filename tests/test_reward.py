@@ -394,19 +394,26 @@ def running(process: psutil.Process) -> bool:
 
 
 def test_no_process_is_left_when_the_trainer_is_killed():
-    code = f"import reward; reward.score({[TOWER]!r} , ['5'])"
+    # 20 towers need a minute of CPU time. The trainer itself ends with this test.
+    towers = [f"\\boxed{{9^{{8^{{{n}}}}}}}" for n in range(100, 120)]
+    code = (
+        "import reward\n"
+        "from support.judge import end_with\n"
+        f"end_with({os.getpid()})\n"
+        f"reward.score({towers!r}, ['5'] * 20)"
+    )
     trainer = psutil.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL
     )
-    try:
-        while len(family := trainer.children(recursive=True)) < 2:  # judge and child
-            assert trainer.poll() is None
-            time.sleep(0.02)
-    finally:
-        trainer.kill()
-        trainer.wait()
-    time.sleep(1)  # the kernel's time; the child's own limit is 3 seconds of work
-    assert not any(running(process) for process in family)
+    while len(family := trainer.children(recursive=True)) < 2:  # the judge and a child
+        assert trainer.poll() is None
+        time.sleep(0.02)
+    trainer.kill()
+    trainer.wait()
+    end = time.monotonic() + 20
+    while any(running(process) for process in family):
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_scoring_loads_neither_torch_nor_math_verify():
