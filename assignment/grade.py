@@ -4,9 +4,9 @@
     python assignment/grade.py --solution
     python assignment/grade.py --all FOLDER --out runs/grades
 
-The last line says "points: X of Y". With --out, grade.json stands in that folder, in
-the form of Gradescope's results.json; of several submissions, one stands in a folder
-for each, and grades.csv has a line for each.
+What is printed of one submission ends with "points: X of Y"; of many, each has a line.
+With --out that folder has NAME.txt for each submission, the same as is printed of one,
+and grades.csv.
 
 A student's code runs in processes of their own (runner.py, sandbox.py), and its answers
 are compared here (items.py), so that code that reads the grader learns nothing. What a
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+SOLUTION = HERE / "solution"
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
@@ -156,30 +157,24 @@ def grade_results(folder: Path) -> Result:
 def copy_submission(source: Path, scratch: Path) -> None:
     """The Python files and results.json of a submission, and the file that is given.
 
-    A link, a pipe or a file that is too long stays behind.
+    A link, a pipe or a file that is too long stays behind. The reference, solution/,
+    has the repository's loss.py.
     """
     for path in sorted(source.iterdir()):
         wanted = path.suffix == ".py" or path.name == "results.json"
         if wanted and path.is_file() and not path.is_symlink():
             if path.stat().st_size <= LONGEST_FILE:
                 shutil.copyfile(path, scratch / path.name)
+    if source == SOLUTION:
+        shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
     shutil.copyfile(HERE / "starter" / "toy.py", scratch / "toy.py")
 
 
-def copy_solution(scratch: Path) -> None:
-    """The reference: loss.py is the repository's, the rest stands in solution/."""
-    copy_submission(HERE / "solution", scratch)
-    shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
-
-
-def grade(runner: Runner, source: Path | None, seed: int) -> list[Result]:
-    """All items of a submission; of the reference where source is None."""
+def grade(runner: Runner, source: Path, seed: int) -> list[Result]:
+    """All items of the submission in this folder."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
-        if source is None:
-            copy_solution(scratch)
-        else:
-            copy_submission(source, scratch)
+        copy_submission(source, scratch)
         results = []
         for number, item in enumerate(ITEMS):
             if item.file == "batch.py":
@@ -218,62 +213,30 @@ def report(results: list[Result], seed: int) -> str:
     return "\n".join(lines)
 
 
-def write_json(results: list[Result], seed: int, folder: Path) -> None:
-    """grade.json, in the form of Gradescope's results.json."""
-    tests = [
-        {
-            "number": result.name,
-            "name": result.title,
-            "score": result.points,
-            "max_score": result.most,
-            "output": result.sentence,
-            "extra_data": {"graded": result.graded, "cpu_seconds": result.cpu_seconds},
-        }
-        for result in results
-    ]
-    content = {"tests": tests, "extra_data": {"seed": seed}}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "grade.json").write_text(json.dumps(content, indent=1) + "\n")
+def line_of(name: str, results: list[Result]) -> str:
+    """A submission among many."""
+    lost = ", ".join(lost_items(results)) or "nothing"
+    again = ", ".join(result.name for result in results if not result.graded)
+    line = f"{name}: {total(results)} points, lost {lost}"
+    return f"{line}; not graded: {again}" if again else line
 
 
-def write_csv(path: Path, graded: dict[str, list[Result]]) -> None:
-    """A line for each submission; an item that was not graded is empty."""
-    with path.open("w", newline="") as file:
+def write_reports(graded: dict[str, list[Result]], seed: int, out: Path) -> None:
+    """NAME.txt for each submission, and grades.csv with a line for each.
+
+    An item that was not graded is empty in grades.csv.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "grades.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         items = [result.name for result in next(iter(graded.values()))]
         writer.writerow(["submission", "points", *items, "first sentence"])
         for name, results in graded.items():
-            points = [r.points if r.graded else "" for r in results]
-            sentences = [r.sentence for r in results if r.sentence]
+            (out / f"{name}.txt").write_text(report(results, seed) + "\n")
+            points = [result.points if result.graded else "" for result in results]
+            sentences = [result.sentence for result in results if result.sentence]
             all_points = sum(result.points for result in results)
             writer.writerow([name, all_points, *points, *sentences[:1]])
-
-
-def grade_many(
-    runner: Runner, folders: list[Path], seed: int, out: Path | None
-) -> None:
-    """Grade submissions, print a line for each as it is done, and what most lost."""
-    graded = {}
-    for folder in folders:
-        results = grade(runner, folder, seed)
-        graded[folder.name] = results
-        if out:
-            write_json(results, seed, out / folder.name)
-        again = [result.name for result in results if not result.graded]
-        print(
-            f"{legible(folder.name)}: {total(results)} points, "
-            f"lost {', '.join(lost_items(results)) or 'nothing'}"
-            + (f"; not graded: {', '.join(again)}" if again else ""),
-            flush=True,
-        )
-    counts = Counter(
-        item for results in graded.values() for item in lost_items(results)
-    )
-    most_lost = [f"{item} ({count})" for item, count in counts.most_common()]
-    print(f"items lost, and by how many: {', '.join(most_lost) or 'none'}")
-    print(f"{len(graded)} submissions, --seed {seed} repeats these inputs")
-    if out:
-        write_csv(out / "grades.csv", graded)
 
 
 def main() -> None:
@@ -287,8 +250,8 @@ def main() -> None:
         "--trust", action="store_true", help="your own code, without an enclosure"
     )
     args = parser.parse_args()
-    folder = args.all or args.folder
-    if not args.solution and (folder is None or not folder.is_dir()):
+    folder = SOLUTION if args.solution else args.all or args.folder
+    if folder is None or not folder.is_dir():
         sys.exit(f"grade.py: give a folder, --all FOLDER or --solution, not {folder}")
     if not args.trust and not sandbox.is_available():
         sys.exit(
@@ -296,15 +259,24 @@ def main() -> None:
             "or later on x86-64, with Landlock). --trust grades your own code without."
         )
     seed = secrets.randbits(40) if args.seed is None else args.seed
+    folders = [folder]
+    if args.all:
+        folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    graded = {}
     with start_runner(args.trust) as runner:
-        if args.all:
-            folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
-            grade_many(runner, folders, seed, args.out)
-            return
-        results = grade(runner, None if args.solution else folder, seed)
-        if args.out:
-            write_json(results, seed, args.out)
-        print(report(results, seed))
+        for folder in folders:
+            name = legible(folder.resolve().name)
+            graded[name] = grade(runner, folder, seed)
+            said = (
+                line_of(name, graded[name]) if args.all else report(graded[name], seed)
+            )
+            print(said, flush=True)
+    if args.all:
+        lost = Counter(item for each in graded.values() for item in lost_items(each))
+        counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
+        print(f"{len(graded)} submissions, --seed {seed}; lost by how many: {counts}")
+    if args.out:
+        write_reports(graded, seed, args.out)
 
 
 if __name__ == "__main__":

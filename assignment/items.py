@@ -234,9 +234,10 @@ def sums_of_batches(draw: Draw) -> list[Case]:
 
 
 def unknown_sums(draw: Draw) -> list[Case]:
-    cases = [("without tokens", [torch.zeros(3, dtype=F64)])]
-    for bad in (math.nan, math.inf):
-        sums = torch.tensor([draw.integer(5, 9), bad, bad], dtype=F64)
+    count = draw.integer(5, 9)
+    cases = []
+    for total in (count, 0, math.nan, math.inf):
+        sums = torch.tensor([count if total else 0, total, total], dtype=F64)
         cases.append((f"for the sums {listed(sums)}", [sums]))
     return cases
 

@@ -91,7 +91,7 @@ MISTAKES = [
     ),
     Mistake(
         "loss.py",
-        "1.3",
+        "1.3 1.5",
         "ess.clamp(max=1.0)",
         "count * ess",
         "|B| e_B, which is not normalized",
@@ -182,17 +182,17 @@ MISTAKES = [
     ),
     Mistake(
         "loss.py",
-        "2.1 2.2",
-        "return listed + rest",
-        "return (p * log_ratio).sum(dim=-1)",
-        "the sum over the K tokens alone: the bucket is missing",
-    ),
-    Mistake(
-        "loss.py",
         "2.2",
         "return listed + rest",
         "return (p * log_ratio).sum(dim=-1) + (rest + p_rest - b_rest).detach()",
         "what it is if no gradient goes through the rest",
+    ),
+    Mistake(
+        "loss.py",
+        "2.1 2.2",
+        "return listed + rest",
+        "return (p * log_ratio).sum(dim=-1)",
+        "the sum over the K tokens alone: the bucket is missing",
     ),
     Mistake(
         "loss.py",
