@@ -160,24 +160,25 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     echoes = golds if verifier == "exact" else [rf"\boxed{{{gold}}}" for gold in golds]
     rewards = score(echoes, golds, verifier)
     problems = []
-    unreadable = []  # the numbers of their rows
-    for number, (row, gold, reward) in enumerate(
-        zip(rows, golds, rewards, strict=True)
-    ):
+    unreadable = []
+    for row, gold, reward in zip(rows, golds, rewards, strict=True):
         if row.problem and reward:
             problems.append({"prompt": row.problem, "answer": gold})
         else:
-            unreadable.append(number + 1)
+            unreadable.append(row)
     if not rows:
         raise Refused(f"{source} has no rows")
     if unreadable:
         note = (
             f"{len(unreadable)} of the {len(rows)} rows of {source} have no problem "
             f"with an answer that {verifier!r} can read; the first is row "
-            f"{unreadable[0]}"
+            f"{rows.index(unreadable[0]) + 1}"
         )
         if isinstance(source, Path) or not problems:
-            raise Refused(f"{note}: correct or remove them")
+            raise Refused(
+                f"{note}: correct or remove them (its columns are prompt, problem or "
+                "question, and answer or solution)"
+            )
         say_once(f"{note}: left out")
     return problems
 

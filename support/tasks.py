@@ -126,12 +126,14 @@ def load_rows(source: Path | str) -> list[Row]:
     """
     rows = []
     for fields in read_jsonl(source) if isinstance(source, Path) else read_hub(source):
-        problems = [text_of(fields.get(name)) for name in PROBLEM_COLUMNS]
-        answer, solution = (
-            text_of(fields.get("answer")),
-            text_of(fields.get("solution")),
+        texts = {column: text_of(value) for column, value in fields.items()}
+        problems = [texts[column] for column in PROBLEM_COLUMNS if texts.get(column)]
+        row = Row(
+            problem=problems[0] if problems else "",
+            answer=texts.get("answer", ""),
+            solution=texts.get("solution", ""),
         )
-        rows.append(Row(next(filter(None, problems), ""), answer, solution))
+        rows.append(row)
     return rows
 
 
