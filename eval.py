@@ -39,8 +39,6 @@ from support.command import (
 from support.cpu import Dtype
 from support.tasks import Split, check_model, encode_problems, task_of
 
-CHUNK = 2048  # responses that a rank samples before it reports
-
 
 class EvalConfig(Flags):
     """An evaluation. --config FILE.yaml sets any of these fields."""
@@ -150,30 +148,24 @@ def evaluate(
     `sampling` are vLLM's SamplingParams. A collective.
     """
     seeds = noise_seeds(seed, 0, len(split.prompts), samples)
-    mine = prompts_of_rank(len(split.prompts))
-    # Ranks that share an engine all have to sample, equally often. One without problems
-    # of its own takes the first.
-    most = len(range(0, len(split.prompts), dist.get_world_size()))
-    at_once = max(1, CHUNK // samples)
-    counts = {}
-    for first in range(0, most, at_once):
-        asked = mine[first : first + at_once] or [0]
-        rollouts = engine.sample(
-            [split.prompts[i] for i in asked],
-            samples,
-            [seeds[i] for i in asked],
-            **sampling,
-        )
-        answers = []
-        for i in asked:
-            answers += [split.problems[i]["answer"]] * samples
-        rewards = np.array(score(rollouts.text, answers, verifier))
-        right = rewards.reshape(-1, samples).sum(axis=1)
-        counts.update(zip(asked, right.astype(int).tolist(), strict=True))
+    # Ranks that share an engine all have to sample. One without problems of its own
+    # takes the first.
+    mine = prompts_of_rank(len(split.prompts)) or [0]
+    rollouts = engine.sample(
+        [split.prompts[i] for i in mine],
+        samples,
+        [seeds[i] for i in mine],
+        **sampling,
+    )
+    answers = []
+    for i in mine:
+        answers += [split.problems[i]["answer"]] * samples
+    rewards = np.array(score(rollouts.text, answers, verifier))
+    counts = rewards.reshape(-1, samples).sum(axis=1).astype(int).tolist()
     of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, counts)
-    everyone = {problem: c for counts in of_ranks for problem, c in counts.items()}
-    return [everyone[problem] for problem in range(len(split.prompts))]
+    dist.all_gather_object(of_ranks, dict(zip(mine, counts, strict=True)))
+    everyone = {i: count for of_rank in of_ranks for i, count in of_rank.items()}
+    return [everyone[i] for i in range(len(split.prompts))]
 
 
 def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:

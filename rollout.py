@@ -59,7 +59,7 @@ class Rollouts:
 def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
 
-    Its dimensions are (node, rank), or (rank,) on one node. It comes before the engine,
+    Its dimensions are (nodes, ranks of a node). It comes before the engine,
     which would otherwise make a group of its own, of the wrong size. Raises Refused
     where torch is built for CUDA and finds no GPU.
     """
@@ -87,12 +87,9 @@ def init_distributed() -> dist.DeviceMesh:
         device_type = "cpu"
         dist.init_process_group("gloo")
         prepare_cpu(ranks_of_node)
-    if nodes == 1:
-        return dist.init_device_mesh(
-            device_type, (ranks_of_node,), mesh_dim_names=("rank",)
-        )
-    shape = (nodes, ranks_of_node)
-    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("node", "rank"))
+    return dist.init_device_mesh(
+        device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")
+    )
 
 
 def prompts_of_rank(prompt_count: int) -> range:
@@ -298,19 +295,18 @@ def main() -> None:
     """Sample two responses to a prompt of the embedded task, and print them."""
     init_distributed()
     engine = Engine("tiny", 128, top_logprobs=3)
+    decode = engine.tokenizer.decode
     prompt = engine.tokenizer.encode("<bos>478+805:", add_special_tokens=False)
     rollouts = engine.sample([prompt], 2, seeds=[0], temperature=1.2, max_tokens=64)
-    for response in range(2):
-        print(f"response {response}: {rollouts.text[response]!r}")
-    print("\nits first tokens: log pi_b at T = 1.2, and the most likely tokens there")
-    decode = engine.tokenizer.decode
+    for text in rollouts.text:
+        print(f"response: {text!r}")
+    print(
+        "\nthe last one's first tokens: log pi_b at T = 1.2, and the likeliest tokens"
+    )
     for t in range(6):
-        token = decode(rollouts.tokens[1, rollouts.prompt_length[1] + t])
-        likely = zip(
-            rollouts.top_tokens[1, t], rollouts.top_logp_behavior[1, t], strict=True
-        )
-        top = ", ".join(f"{decode(token)!r} {logp:.3f}" for token, logp in likely)
-        print(f"  {token!r} {rollouts.logp_behavior[1, t]:8.3f}    {top}")
+        token = decode(rollouts.tokens[1, len(prompt) + t])
+        likeliest = [decode(top) for top in rollouts.top_tokens[1, t]]
+        print(f"  {token!r} {rollouts.logp_behavior[1, t]:8.3f}    {likeliest}")
     engine.close()
 
 
