@@ -13,34 +13,30 @@ from conftest import ROOT, TORCHRUN
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def exit_code(process: int) -> int:
-    """Wait for a child: its exit code, or minus the signal that ended it."""
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def torchrun(ranks: int, script: str, *arguments: str) -> str:
-    """Runs a script on so many ranks, to its end; returns what it printed."""
-    done = subprocess.run(
-        [
-            *TORCHRUN,
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            ROOT / script,
-            *arguments,
-        ],
+def run_script(command: list[str | Path]) -> subprocess.CompletedProcess:
+    """A command of the repository's folder, to its end."""
+    return subprocess.run(
+        command,
         cwd=ROOT,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=300,
     )
+
+
+def start_on_ranks(
+    ranks: int, script: str, *arguments: str
+) -> subprocess.CompletedProcess:
+    """A script under torchrun on one node, to its end."""
+    nproc = f"--nproc-per-node={ranks}"
+    return run_script([*TORCHRUN, "--standalone", nproc, ROOT / script, *arguments])
+
+
+def torchrun(ranks: int, script: str, *arguments: str) -> str:
+    """The same, which has to end well; returns what it printed."""
+    done = start_on_ranks(ranks, script, *arguments)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -49,7 +45,9 @@ def torchrun_on_nodes(
     nodes: int, ranks_of_node: int, script: str, *arguments: str
 ) -> None:
     """The same under one torchrun a node, each of them on the loopback address."""
-    port = free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     launchers = []
     for node in range(nodes):
         launcher = subprocess.Popen(

@@ -1,14 +1,15 @@
 """Flags and recipes: what they are taken for, and what is refused in one sentence."""
 
-from dataclasses import replace
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
+from launch import ENVIRONMENT
 
 from eval import EvalConfig
-from loss import OBJECTIVES
-from support.flags import Flags, Refused, find_objective, parse_flags
-from train import Config
+from support.command import Refused, parse_flags
+from train import Config, check_config, find_loss
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -25,204 +26,145 @@ def recipe(tmp_path):
     return write
 
 
-def refusal(*flags: str, kind: type[Flags] = Config) -> str:
-    """The sentence that refuses these flags."""
+def refusal(*flags: str) -> str:
+    """The sentence that refuses these flags of train.py."""
     with pytest.raises(Refused) as refused:
-        parse_flags(kind, list(flags))
+        cfg = parse_flags(Config, list(flags))
+        check_config(cfg)
+        find_loss(cfg.objective, cfg.objective_args)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
+@pytest.mark.parametrize("kind", [Config, EvalConfig])
+def test_every_field_is_a_flag_with_its_sentence_and_default_in_help(kind, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_flags(kind, ["--help"])
+    assert ended.value.code == 0
+    # argparse breaks lines after blanks and hyphens.
+    text = "".join(capsys.readouterr().out.split())
+    for name, field in kind.model_fields.items():
+        assert f"--{name}" in text
+        assert "".join(field.description.split()) + "(default:" in text, name
+
+
 def test_flags_override_the_recipe_and_the_recipe_the_defaults(recipe):
-    file = recipe("objective: grpo\nsteps: 7\n")
-    cfg = parse_flags(Config, [file, "--steps=9"])
-    assert (cfg.objective, cfg.steps) == ("grpo", 9)
+    file = recipe("objective: grpo\nsteps: 7\nresume: true\nlearning_rate: 1e-5\n")
+    cfg = parse_flags(Config, [file, "--steps=9", "--no-resume"])
+    assert (cfg.objective, cfg.steps, cfg.resume) == ("grpo", 9, False)
+    assert cfg.learning_rate == 1e-5  # a text for YAML, which wants 1.0e-5
     assert cfg.group_size == Config().group_size == 8
 
 
-# Types. A flag is text; a value of YAML has a type of its own already.
+def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
+    monkeypatch.setenv("STEPS", "7")
+    monkeypatch.setenv("steps", "7")
+    assert parse_flags(Config, []).steps == Config().steps == 60
 
 
 @pytest.mark.parametrize(
-    "field, value, reason",
+    "flags, fields",
     [
-        ("steps", "40.5", "input should be a valid integer"),
-        ("group_size", "3.7", "input should be a valid integer"),
-        ("steps", "0", "input should be greater than 0"),
-        ("group_size", "1", "input should be greater than or equal to 2"),
-        ("lag", "-1", "input should be greater than or equal to 0"),
-        ("learning_rate", "inf", "input should be a finite number"),
-        ("learning_rate", "nan", "input should be a finite number"),
-        ("learning_rate", "0", "input should be greater than 0"),
-        ("learning_rate", "fast", "input should be a valid number"),
-        ("weight_decay", "-0.1", "input should be greater than or equal to 0"),
-        ("top_p", "nan", "input should be"),
-        ("top_p", "0", "input should be greater than 0"),
-        ("top_p", "1.5", "input should be less than or equal to 1"),
-        ("temperature", "nan", "input should be"),
-        ("temperature", "3", "input should be less than or equal to 2"),
-        ("temperature", "0.001", "input should be greater than or equal to 0.01"),
-        ("dtype", "float16", "input should be 'auto', 'float32' or 'bfloat16'"),
-        ("resume", "maybe", "input should be a valid boolean"),
+        (["--resume"], {"resume": True}),
+        (["--no-resume"], {"resume": False}),
+        (["--objective_args", "eps=0.4"], {"objective_args": {"eps": 0.4}}),
+        (
+            ["--objective_args=eps=0.4", "--objective_args", "c=3"],
+            {"objective_args": {"eps": 0.4, "c": 3.0}},
+        ),
     ],
 )
-def test_a_value_of_the_wrong_type_or_size_is_refused_from_a_flag_and_a_recipe(
-    field, value, reason, recipe
-):
-    assert refusal(f"--{field}={value}").startswith(f"{field} is '{value}': {reason}")
-    # YAML spells what is not finite with a dot.
-    in_yaml = {"inf": ".inf", "nan": ".nan"}.get(value, value)
-    sentence = refusal(recipe(f"{field}: {in_yaml}\n"))
-    assert sentence.startswith(f"{field} is ")
-    assert reason in sentence
+def test_what_a_flag_is_taken_for(flags, fields):
+    cfg = parse_flags(Config, flags)
+    assert {name: getattr(cfg, name) for name in fields} == fields
 
 
-def test_a_number_that_yaml_takes_for_text_is_a_number(recipe):
-    # YAML 1.1 wants a dot and a sign: 1.0e-5. Few people know.
-    assert parse_flags(Config, [recipe("learning_rate: 1e-5\n")]).learning_rate == 1e-5
+def test_several_tasks_are_given_with_commas():
+    assert parse_flags(EvalConfig, ["--task=gsm8k,math"]).task == ["gsm8k", "math"]
 
 
 @pytest.mark.parametrize(
-    "flags, resume",
+    "flag, sentence",
     [
-        ([], False),
-        (["--resume"], True),
-        (["--resume", "--steps=9"], True),
-        (["--resume=true"], True),
-        (["--resume", "false"], False),
-        (["--resume=false"], False),
+        ("--steps=40.5", "steps is '40.5': Input should be a valid integer"),
+        ("--steps=0", "steps is '0': Input should be greater than 0"),
+        ("--lag=-1", "lag is '-1': Input should be greater than or equal to 0"),
+        ("--group_size=1", "group_size is '1': Input should be greater than or equal"),
+        (
+            "--learning_rate=fast",
+            "learning_rate is 'fast': Input should be a valid num",
+        ),
+        ("--learning_rate=inf", "learning_rate is 'inf': Input should be a finite"),
+        ("--learning_rate=nan", "learning_rate is 'nan': Input should be a finite"),
+        ("--top_p=1.5", "top_p is '1.5': Input should be less than or equal to 1"),
+        ("--temperature=0.001", "temperature is '0.001': Input should be greater than"),
+        ("--dtype=float16", "dtype is 'float16': Input should be 'auto', 'float32'"),
+        ("--resume=maybe", "ignored explicit argument 'maybe'"),
+        ("--lerning_rate=1e-4", "unrecognized arguments: --lerning_rate=1e-4"),
+        ("--learning=1e-4", "unrecognized arguments: --learning=1e-4"),
+        ("--config=missing.yaml", "--config missing.yaml is no YAML file of fields"),
+        ("--config=tests", "--config tests is no YAML file of fields"),
+        ("--objective_args=eps", "objective_args"),
+        ("--objective=ppo", "objective 'ppo'"),
+        ("--objective=experiments.objectives:none", "no attribute 'none'"),
+        ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),  # of p3o
+        ("--minibatches=3", "prompts_per_step is 32: give a multiple of 3"),
+        ("--rollout_tp=2", "rollout_tp is 2: it has to divide the 1 ranks of a node"),
     ],
 )
-def test_a_boolean_flag_alone_means_true_and_false_can_be_said(flags, resume):
-    assert parse_flags(Config, flags).resume is resume
-
-
-@pytest.mark.parametrize(
-    "text, resume", [("true", True), ("yes", True), ("false", False), ("no", False)]
-)
-def test_a_flag_overrides_the_boolean_of_a_recipe_both_ways(text, resume, recipe):
-    file = recipe(f"resume: {text}\n")
-    assert parse_flags(Config, [file]).resume is resume
-    assert parse_flags(Config, [file, "--resume"]).resume is True
-    assert parse_flags(Config, [file, "--resume=false"]).resume is False
-
-
-def test_several_tasks_are_a_list_and_one_may_be_given_alone(recipe):
-    one = parse_flags(EvalConfig, [recipe("task: gsm8k\n")])
-    assert one.task == ["gsm8k"]
-    two = parse_flags(EvalConfig, ["--task", "gsm8k", "math500"])
-    assert two.task == ["gsm8k", "math500"]
-
-
-# Names
-
-
-@pytest.mark.parametrize("flag", ["--lerning_rate=1e-4", "--learning=1e-4"])
-def test_an_unknown_or_abbreviated_flag_is_refused(flag):
-    assert refusal(flag).startswith(f"unrecognized arguments: {flag}")
+def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
+    assert sentence in refusal(flag)
 
 
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("clip_range: 0.2\n", "there is no field 'clip_range' (--help lists them)"),
-        ("1: 2\n", "1 is 1: keys should be strings"),
-        ("- steps\n", "is no YAML file of fields: it holds ['steps']"),
-        ("", "is no YAML file of fields: it holds None"),
+        ("clip_range: 0.2\n", "clip_range is 0.2: Extra inputs are not permitted"),
+        ("steps: 3.5\n", "steps is 3.5: Input should be a valid integer"),
+        ("1: 2\n", "is no YAML file of fields"),
+        ("- steps\n", "is no YAML file of fields"),
+        ("", "is no YAML file of fields"),
         ("steps: [\n", "is no YAML file of fields: while parsing"),
     ],
-    ids=["unknown", "number", "list", "empty", "broken"],
+    ids=["unknown", "wrong", "number", "list", "empty", "broken"],
 )
-def test_a_recipe_has_only_fields_of_the_configuration(text, sentence, recipe):
+def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe):
     assert sentence in refusal(recipe(text))
 
 
-@pytest.mark.parametrize("path", ["missing.yaml", "tests", "tiny/model.safetensors"])
-def test_a_recipe_that_cannot_be_read_is_named(path):
-    assert refusal(f"--config={path}").startswith(f"--config {path} is no YAML file")
-
-
-def test_help_has_every_field_with_its_sentence_and_default(capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse_flags(Config, ["--help"])
-    assert ended.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for name, field in Config.model_fields.items():
-        assert f"--{name}" in text
-        assert f"{' '.join(field.description.split())} (default: " in text, name
+def test_the_objective_has_the_hyper_parameters_that_were_given():
+    cfg = parse_flags(Config, ["--objective=grpo", "--objective_args=eps=0.4"])
+    loss_fn = find_loss(cfg.objective, cfg.objective_args)
+    assert loss_fn.func.__name__ == "grpo"
+    assert loss_fn.keywords == {"eps": 0.4}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
-def test_every_recipe_of_the_repository_is_a_configuration(path):
+def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8" if "8gpu" in path.stem else "1")
     cfg = parse_flags(Config, [f"--config={path}"])
-    find_objective(OBJECTIVES, cfg.objective, cfg.objective_args)
-
-
-# objective_args
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["eps=0.4", "[eps=0.4]", "{eps: 0.4}", '{eps: "0.4"}'],
-    ids=["text", "list", "mapping", "mapping of text"],
-)
-def test_objective_args_are_the_same_in_any_spelling_of_a_recipe(text, recipe):
-    cfg = parse_flags(Config, [recipe(f"objective_args: {text}\n")])
-    assert cfg.objective_args == {"eps": 0.4}
-    assert isinstance(cfg.objective_args["eps"], float)
-
-
-def test_objective_args_of_flags_are_those_of_a_recipe(recipe):
-    from_flags = parse_flags(Config, ["--objective_args", "eps=0.4", "c_w=3"])
-    assert from_flags.objective_args == {"eps": 0.4, "c_w": 3.0}
-    file = recipe("objective_args: {eps: 0.4, c_w: 3}\n")
-    assert parse_flags(Config, [file]) == from_flags
-
-
-def test_objective_args_may_be_words():
-    cfg = parse_flags(Config, ["--objective_args", "kl_estimator=k3"])
-    assert cfg.objective_args == {"kl_estimator": "k3"}
-
-
-@pytest.mark.parametrize("text", ["0.4", "eps", "[0.4]", "[{eps: 0.4}]", "null"])
-def test_objective_args_that_name_nothing_are_refused(text, recipe):
-    sentence = refusal(recipe(f"objective_args: {text}\n"))
-    assert sentence.endswith("give name=value, such as eps=0.4")
-
-
-def test_a_hyper_parameter_that_is_a_list_is_refused(recipe):
-    sentence = refusal(recipe("objective_args: {eps: [1]}\n"))
-    assert sentence.startswith("objective_args.eps")
+    check_config(cfg)
+    find_loss(cfg.objective, cfg.objective_args)
 
 
 @pytest.mark.parametrize(
-    "default, given, value",
+    "rank, flag, printed",
     [
-        (1, "3", 3),
-        (1, "1.5", None),
-        (1, "inf", None),
-        (True, "False", False),
-        (False, "1", True),
-        (True, "0.5", None),
-        ("is", "3", None),
+        ("0", "--lag=-1", "train.py: lag is '-1': "),
+        ("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
     ],
 )
-def test_a_hyper_parameter_is_used_as_it_was_given_or_refused(default, given, value):
-    # int(1.5) would be 1, and bool("False") True.
-    objective = replace(OBJECTIVES["grpo"], hyper_parameters={"cap": default})
-    cfg = parse_flags(Config, ["--objective_args", f"cap={given}"])
-    if value is None:
-        with pytest.raises(Refused, match=f"takes cap={default}"):
-            find_objective({"own": objective}, "own", cfg.objective_args)
-    else:
-        found = find_objective({"own": objective}, "own", cfg.objective_args)
-        assert found.hyper_parameters == {"cap": value}
-        assert type(found.hyper_parameters["cap"]) is type(default)
-
-
-@pytest.mark.parametrize("value", ["wide", "inf", "nan"])
-def test_a_hyper_parameter_that_is_no_finite_number_is_refused(value):
-    cfg = parse_flags(Config, ["--objective_args", f"eps={value}"])
-    with pytest.raises(Refused) as refused:
-        find_objective(OBJECTIVES, "grpo", cfg.objective_args)
-    assert str(refused.value) == f"objective_args has eps={value}: grpo takes eps=0.2"
+def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_is_built(
+    rank, flag, printed
+):
+    done = subprocess.run(
+        [sys.executable, "train.py", flag],
+        cwd=ROOT,
+        env=ENVIRONMENT | {"RANK": rank},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(printed)
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""  # with an out_dir it would say what it computes in

@@ -1,0 +1,215 @@
+"""Checkpoints, the log and the model: whole on the disk, whenever a save ends."""
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from policy import build_policy
+from support.checkpoints import load_checkpoint, save_checkpoint, save_model
+from support.command import Refused
+from support.log import Log, keep_steps
+
+
+def names(out: Path) -> list[str]:
+    """What there is in its folder of checkpoints."""
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def trained(group):
+    """A policy and its optimizer after one step, and what sets all of its weights."""
+    policy = build_policy("tiny", group)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    for weight in policy.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+    def set_weights(value: float) -> None:
+        for weight in policy.parameters():
+            torch.nn.init.constant_(weight, value)
+
+    return policy, optimizer, set_weights
+
+
+def loaded_step(out: Path, policy: Any, optimizer: Any) -> int:
+    """The step of the newest checkpoint; all weights are equal to it, as saved."""
+    step, _ = load_checkpoint(out, policy, optimizer)
+    for weight in policy.parameters():
+        assert (weight.full_tensor() == step).all()
+    return step
+
+
+def test_the_newest_two_checkpoints_stay(trained, tmp_path):
+    policy, optimizer, set_weights = trained
+    for step in 8, 9, 10:
+        set_weights(step)
+        save_checkpoint(tmp_path, step, policy, optimizer, [])
+    assert names(tmp_path) == ["step-000009", "step-000010"]
+    assert loaded_step(tmp_path, policy, optimizer) == 10
+
+
+# A save clears what another left unfinished, writes weights and rollouts, waits for all
+# ranks, gives the folder its name (the first rename is that of its index), takes the
+# oldest one's away, and deletes that.
+@pytest.mark.parametrize(
+    "owner, name, call, newest",
+    [
+        (shutil, "rmtree", 1, 2),
+        (dcp, "save", 1, 2),
+        (dist, "barrier", 2, 2),
+        (Path, "rename", 2, 2),
+        (Path, "rename", 3, 3),
+        (shutil, "rmtree", 2, 3),
+    ],
+)
+def test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works(
+    owner, name, call, newest, trained, tmp_path, monkeypatch
+):
+    policy, optimizer, set_weights = trained
+    for step in 1, 2:
+        set_weights(step)
+        save_checkpoint(tmp_path, step, policy, optimizer, [])
+    (tmp_path / "checkpoints/unfinished").mkdir()  # of an earlier kill
+    original, calls = getattr(owner, name), []
+
+    def ends_here(*arguments, **keywords):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return original(*arguments, **keywords)
+
+    set_weights(3)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, ends_here)
+        save_checkpoint(tmp_path, 3, policy, optimizer, [])
+    assert loaded_step(tmp_path, policy, optimizer) == newest
+    set_weights(4)
+    save_checkpoint(tmp_path, 4, policy, optimizer, [])
+    assert names(tmp_path)[-1] == "step-000004"
+    assert loaded_step(tmp_path, policy, optimizer) == 4
+
+
+def test_moments_and_waiting_rollouts_come_back_bit_for_bit(
+    trained, engine, policy, prompts, tmp_path
+):
+    sharded, optimizer, _ = trained
+    rollouts = engine.sample(prompts[:3], 2, [10, 20, 30], max_tokens=64)
+    save_checkpoint(tmp_path, 1, sharded, optimizer, [rollouts])
+    moments = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
+    optimizer.step()
+    _, [waiting] = load_checkpoint(tmp_path, sharded, optimizer)
+    for state, expected in zip(optimizer.state.values(), moments, strict=True):
+        assert torch.equal(state["exp_avg_sq"].full_tensor(), expected.full_tensor())
+    for name, value in vars(rollouts).items():
+        same = torch.equal if isinstance(value, torch.Tensor) else type(value).__eq__
+        assert value is waiting[name] or same(value, waiting[name]), name
+
+
+# Disks that are full, files that are broken
+
+
+MEGABYTE = 10**6
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Within, this process can write no larger file: what a full disk is like."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# A checkpoint of tiny has 7.7 MB: 0.64 million weights, twice as many moments, of 4
+# bytes each. The rollouts that wait have a file of their own.
+@pytest.mark.parametrize(
+    "limit, waiting", [(4, 0), (12, 20)], ids=["weights", "waiting"]
+)
+def test_a_checkpoint_that_cannot_be_written_is_a_sentence_and_the_others_stay_whole(
+    limit,
+    waiting,
+    trained,
+    tmp_path,
+):
+    policy, optimizer, set_weights = trained
+    set_weights(1)
+    save_checkpoint(tmp_path, 1, policy, optimizer, [])
+    set_weights(2)
+    rollouts = SimpleNamespace(tokens=torch.zeros(waiting * MEGABYTE // 4))
+    with files_of_at_most(limit * MEGABYTE), pytest.raises(Refused) as refused:
+        save_checkpoint(tmp_path, 2, policy, optimizer, [rollouts])
+    sentence = str(refused.value)
+    assert "\n" not in sentence
+    assert sentence.startswith("step 2: the checkpoint cannot be written to ")
+    assert loaded_step(tmp_path, policy, optimizer) == 1
+    save_checkpoint(tmp_path, 2, policy, optimizer, [])
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rollouts-0.pt"])
+def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_can_be(
+    name,
+    damage,
+    trained,
+    tmp_path,
+):
+    policy, optimizer, set_weights = trained
+    for step in 1, 2:
+        set_weights(step)
+        save_checkpoint(tmp_path, step, policy, optimizer, [])
+    newest = tmp_path / "checkpoints/step-000002"
+    damage(newest / name)
+    with pytest.raises(Refused) as refused:
+        load_checkpoint(tmp_path, policy, optimizer)
+    sentence = str(refused.value)
+    assert "\n" not in sentence
+    assert sentence.startswith(f"--resume: {newest} cannot be read: ")
+    assert sentence.endswith("remove it to go on from the one before")
+    newest.rename(tmp_path / "removed")
+    assert loaded_step(tmp_path, policy, optimizer) == 1
+
+
+def test_a_log_that_cannot_be_written_is_a_sentence(group, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(" " * 1000)
+    log = Log(tmp_path, tokenizer=None, group_size=2, done=0)
+    with files_of_at_most(1000), pytest.raises(Refused, match="cannot be written: "):
+        log.append("metrics.jsonl", {"step": 1})
+
+
+def test_a_model_that_cannot_be_written_is_a_sentence_and_leaves_no_model(
+    group, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained("tiny")
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    weights = model.state_dict().items()
+    with files_of_at_most(MEGABYTE), pytest.raises(Refused) as refused:
+        save_model(model, weights, tokenizer, tmp_path / "model")
+    sentence = str(refused.value)
+    assert sentence.startswith(f"the model cannot be written to {tmp_path}/model: ")
+    assert "\n" not in sentence
+    assert not (tmp_path / "model").exists()
+
+
+def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
+    keep_steps(path, done=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
