@@ -1,40 +1,42 @@
-"""How a step scales to more GPUs and nodes, on paper: bytes moved, seconds by phase.
+"""How a step scales to more GPUs on paper, and how that of the default does on cores.
 
     python experiments/scaling.py --config recipes/deepscaler-8gpu-fp8.yaml
+    python experiments/scaling.py --measure      # 12 minutes on two cores
 
-It takes the flags of train.py, reads the model's config.json alone, and prints a table
-for 1, 2, 4 and 8 nodes of 8 GPUs: once with the same batch (strong scaling), and once
-with a batch that grows with the nodes (weak). The rates are those of H100 data sheets,
-times the share of them that well-tuned code gets, a guess. So the seconds are a model
-and no measurement. It shows which phase stops scaling, and why.
+The first line takes the flags of train.py, reads the model's config.json, and prints
+the table of docs/scaling.md. Its seconds are a model and no measurement: the rates are
+those of H100 data sheets, times the share of them that well-tuned code gets, a guess.
+The second line runs the embedded default on one rank and on two, each with a core.
 """
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-import transformers
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.bench import Failed, cell, in_rounds, ratios, run_train, still
 from experiments.memory import (
+    GB,
     PROMPT,
-    Sizes,
-    kv_bytes_per_token,
-    sizes_of,
+    Shape,
+    cache_bytes_per_token,
+    engine_bytes,
+    shape_of,
 )
-from support.flags import PositiveCount, Probability, parse_flags
+from support.command import PositiveCount, Refused, parse_flags, run_script
 from train import Config
 
-GB = 10**9
-NODES = (1, 2, 4, 8)
-RANKS_OF_NODE = 8
-# Rates of an H100 SXM by its data sheet, and of a 400 Gb/s network card for each GPU.
-PRODUCTS = 989e12  # floating-point operations a second, dense bfloat16
-MEMORY = 3.35e12  # bytes a second
-NVLINK = 450e9  # bytes a second, in each direction
-NETWORK = 50e9  # bytes a second, in each direction
+NODES = (1, 2, 3, 6)  # 144 prompts are a multiple of their GPUs
+GPUS_OF_NODE = 8
+# The rates of an H100 SXM, and of a 400 Gb/s network card for each GPU.
+PRODUCTS = 0.4 * 989e12  # operations a second, dense bfloat16, in the update
+MEMORY = 0.6 * 3.35e12  # bytes a second, while vLLM decodes
+NVLINK = 0.7 * 450e9  # bytes a second
+NETWORK = 0.7 * 50e9  # bytes a second
 
 
 class ScalingConfig(Config):
@@ -42,140 +44,122 @@ class ScalingConfig(Config):
 
     response_tokens: PositiveCount = 8192
     """mean length of a response; the longest has max_response_tokens"""
-    share_of_products: Probability = 0.4
-    """of the data sheet's products, in the update"""
-    share_of_memory: Probability = 0.6
-    """of the data sheet's memory rate, while vLLM decodes"""
-    share_of_links: Probability = 0.7
-    """of NVLink's and the network's rates, in collectives"""
+    measure: bool = False
+    """run the embedded default on one rank and on two instead"""
+    rounds: PositiveCount = 3
+    """how often each is measured"""
+    counted: PositiveCount = 15
+    """steps that count in each run"""
 
 
-@dataclass(frozen=True)
-class Step:
-    """Seconds of the phases of a step, and GB that a rank receives in them."""
+class Step(NamedTuple):
+    """Seconds of the phases of a step."""
 
     rollout: float
     update: float
-    exposed: float  # of the update: what its products do not hide of the collectives
     sync: float
-    nvlink_gb: float
-    network_gb: float
-
-    @property
-    def seconds(self) -> float:
-        return self.rollout + self.update + self.sync
 
 
-def decode_seconds(
-    cfg: ScalingConfig, model: transformers.PreTrainedConfig, sizes: Sizes, rows: int
-) -> float:
-    """Seconds in which an engine answers `rows` prompts of this rank.
+def rollout_seconds(cfg: ScalingConfig, shape: Shape, responses: int) -> float:
+    """Seconds in which an engine gives the `responses` of a rank.
 
     A decoding step reads all weights, and the cache of all sequences that are decoded
-    at the same time. The longest response takes max_response_tokens steps, however few
-    others there are.
+    at the same time: those for which the cache has room, halfway through on average. A
+    full round of them takes as many steps as the mean response has tokens, and the
+    last round as many as the longest.
     """
-    kv_bytes = kv_bytes_per_token(model, 2)
-    prompt = cfg.max_prompt_tokens or PROMPT
-    # vLLM gives a sequence the memory that it needs. Those that are decoded at the same
-    # time are halfway through on average.
-    cached = prompt + cfg.response_tokens / 2
-    fit = int(cfg.kv_cache_gb * 2**30 / (cached * kv_bytes))
-    together = min(rows, cfg.max_num_seqs, fit)
-    rounds = rows / together
-    # A full round takes a mean response, and the last one the longest.
-    steps = (rounds - 1) * cfg.response_tokens + cfg.max_response_tokens
-    weight_bytes = 2 * sizes.total
-    if cfg.rollout_quantization != "none":
-        weight_bytes -= sizes.linear
-    step_bytes = weight_bytes + together * cached * kv_bytes
-    by_memory = step_bytes / (MEMORY * cfg.share_of_memory)
-    by_products = 2 * sizes.total * together / (PRODUCTS * cfg.share_of_products)
-    return steps * max(by_memory, by_products)
+    cached = (cfg.max_prompt_tokens or PROMPT) + cfg.response_tokens / 2
+    cached *= cache_bytes_per_token(shape)
+    room = int(cfg.kv_cache_gb * GB // cached)
+    together = min(responses, cfg.max_num_seqs, room)
+    steps = (responses / together - 1) * cfg.response_tokens + cfg.max_response_tokens
+    cache_bytes = int(cfg.kv_cache_gb * GB)
+    weights = engine_bytes(cfg, shape, cfg.rollout_quantization) - cache_bytes
+    return steps * (weights + together * cached) / MEMORY
 
 
-def step_on(
-    cfg: ScalingConfig, model: transformers.PreTrainedConfig, nodes: int
-) -> Step:
-    """A step on so many nodes."""
-    sizes = sizes_of(model, RANKS_OF_NODE)
-    ranks = nodes * RANKS_OF_NODE
-    rows = -(-cfg.prompts_per_step // ranks) * cfg.group_size
+def step_on(cfg: ScalingConfig, shape: Shape, nodes: int, prompts: int) -> Step:
+    """A step with this many prompts."""
+    responses = prompts * cfg.group_size // (nodes * GPUS_OF_NODE)  # of a rank
     length = (cfg.max_prompt_tokens or PROMPT) + cfg.response_tokens
-    tokens = rows * length
-    micro_batches = -(-tokens // cfg.micro_batch_tokens)
+    tokens = responses * length
+    parts = -(-tokens // cfg.micro_batch_tokens)  # micro-batches
 
-    # A forward pass is 2 operations a weight and token, and attention to half of the
-    # sequence on average; a backward pass is two of it.
-    attention = 4 * sizes.layers * sizes.query * length / 2
-    forward = tokens * (2 * sizes.total + attention)
-    passes = 3 + cfg.gradient_checkpointing + (micro_batches > 1)
-    products = passes * forward / (PRODUCTS * cfg.share_of_products)
+    # A pass has 2 operations for each weight and token, and attends to half of the
+    # sequence on average. A backward pass is two. Another pass finds e_B, of all
+    # micro-batches but one.
+    attention = 4 * shape.layers * shape.query * length / 2
+    passes = 3 + cfg.gradient_checkpointing + (parts - 1) / parts
+    products = passes * tokens * (2 * shape.total + attention) / PRODUCTS
     # FSDP gathers the weights in bfloat16 for each forward and backward pass, and
-    # scatters the gradient in float32: of all other ranks of the node.
-    others = (RANKS_OF_NODE - 1) / RANKS_OF_NODE
-    gathers = 2 + (micro_batches > 1)
-    nvlink_bytes = micro_batches * others * (gathers * 2 + 4) * sizes.total
-    # Across nodes a rank's shard of the gradient is reduced after each micro-batch.
-    network_bytes = (
-        micro_batches * 2 * (nodes - 1) / nodes * 4 * sizes.total / RANKS_OF_NODE
-    )
-    # For e_B every rank gets log rho, the advantage and the mask of all rows.
-    ratio_bytes = 3 * 4 * rows * (ranks - 1) * cfg.max_response_tokens
-    if nodes == 1:
-        nvlink_bytes += ratio_bytes
-    else:
-        network_bytes += ratio_bytes
-    collectives = nvlink_bytes / NVLINK + network_bytes / NETWORK
-    exposed = max(0.0, collectives / cfg.share_of_links - products)
-
-    # The sync: weights in bfloat16 from the other ranks of the node, into the engine.
-    sync_bytes = others * 2 * sizes.total
-    sync = sync_bytes / (NVLINK * cfg.share_of_links)
-    sync += 2 * 2 * sizes.total / (MEMORY * cfg.share_of_memory)
+    # scatters the gradient in float32, among the GPUs of a node. A shard of the
+    # gradient is then reduced over the nodes.
+    others = (GPUS_OF_NODE - 1) / GPUS_OF_NODE
+    gathers = 2 * parts + (parts - 1)
+    nvlink = others * (2 * gathers + 4 * parts) * shape.total / NVLINK
+    shard = 4 * shape.total / GPUS_OF_NODE
+    network = parts * 2 * (nodes - 1) / nodes * shard / NETWORK
     return Step(
-        rollout=decode_seconds(cfg, model, sizes, rows),
-        update=products + exposed,
-        exposed=exposed,
-        sync=sync,
-        nvlink_gb=(nvlink_bytes + sync_bytes) / GB,
-        network_gb=network_bytes / GB,
+        rollout=rollout_seconds(cfg, shape, responses),
+        # The links work while the next layer is computed.
+        update=max(products, nvlink + network),
+        sync=others * 2 * shape.total / NVLINK,
     )
 
 
-def table(cfg: ScalingConfig, model: transformers.PreTrainedConfig, weak: bool) -> str:
-    """A line for each number of nodes; efficiency is against one node."""
+def report(cfg: ScalingConfig) -> str:
+    """A row of seconds for each number of nodes; efficiency is against one node.
+
+    "strong" has the recipe's batch on all nodes, and "weak" one that grows with them.
+    """
+    shape = shape_of(AutoConfig.from_pretrained(cfg.model))
     lines = [
-        "| nodes | GPUs | prompts a step | rollout, s | update, s | "
-        "of it waiting for links, s | sync, s | step, s | efficiency | "
-        "NVLink, GB | network, GB |",
-        "|" + "---|" * 11,
+        "| nodes | GPUs | rollout, s | update, s | sync, s | strong | weak |",
+        "|---|---|---|---|---|---|---|",
     ]
-    one_node = step_on(cfg, model, 1)
+    alone = sum(step_on(cfg, shape, 1, cfg.prompts_per_step))
     for nodes in NODES:
-        factor = nodes if weak else 1
-        prompts = cfg.prompts_per_step * factor
-        step = step_on(
-            cfg.model_copy(update={"prompts_per_step": prompts}), model, nodes
-        )
-        efficiency = one_node.seconds / step.seconds * factor / nodes
+        step = step_on(cfg, shape, nodes, cfg.prompts_per_step)
+        larger = step_on(cfg, shape, nodes, cfg.prompts_per_step * nodes)
         lines.append(
-            f"| {nodes} | {nodes * RANKS_OF_NODE} | {prompts} | {step.rollout:.0f} | "
-            f"{step.update:.1f} | {step.exposed:.1f} | {step.sync:.2f} | "
-            f"{step.seconds:.0f} | {efficiency:.0%} | {step.nvlink_gb:.0f} | "
-            f"{step.network_gb:.1f} |"
+            f"| {nodes} | {nodes * GPUS_OF_NODE} | {step.rollout:.0f} | "
+            f"{step.update:.1f} | {step.sync:.2f} | {alone / sum(step) / nodes:.0%} | "
+            f"{alone / sum(larger):.0%} |"
         )
     return "\n".join(lines)
 
 
-def report(cfg: ScalingConfig) -> str:
-    """Both tables, as Markdown."""
-    model = transformers.AutoConfig.from_pretrained(cfg.model)
+def measure(cfg: ScalingConfig) -> str:
+    """A step of the default on one rank and on two: ratios of a round's medians."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise Refused("--measure compares one core with two, and finds only one here")
+
+    def run(ranks: int, prompts: int) -> float:
+        settings = still("tiny", "float32", prompts_per_step=prompts)
+        return run_train(settings, cfg.counted, ranks, cores[:ranks])["a step"]
+
+    arms = {
+        "alone": lambda: run(1, 32),
+        "two ranks": lambda: run(2, 32),
+        "half of it alone": lambda: run(1, 16),
+    }
+    try:
+        found = in_rounds(arms, cfg.rounds)
+    except Failed as error:
+        raise Refused(f"a run failed: {error}") from error
+    strong = ratios(found["alone"], found["two ranks"])
+    weak = ratios(found["two ranks"], found["half of it alone"])
     return (
-        f"The same batch on more nodes:\n\n{table(cfg, model, weak=False)}\n\n"
-        f"A batch that grows with the nodes:\n\n{table(cfg, model, weak=True)}\n"
+        f"the same 32 prompts, one rank / two (at best 2): {cell(strong)}\n"
+        f"32 prompts on two ranks / 16 on one (at best 1): {cell(weak)}"
     )
 
 
+def main() -> None:
+    cfg = parse_flags(ScalingConfig)
+    print(measure(cfg) if cfg.measure else report(cfg))
+
+
 if __name__ == "__main__":
-    print(report(parse_flags(ScalingConfig)))
+    run_script(main)
