@@ -262,6 +262,8 @@ def main() -> None:
     folders = [folder]
     if args.all:
         folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+        if not folders:
+            sys.exit(f"grade.py: {folder} has no folders, one for each submission")
     graded = {}
     with start_runner(args.trust) as runner:
         for folder in folders:

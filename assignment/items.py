@@ -89,7 +89,7 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
     found = []
     for (sentence, _), answer in zip(cases, answers, strict=False):
         if "error" in answer:
-            return f"{sentence} {item.function} raised {answer['error']}"
+            return f"{item.function} raised {answer['error']}"
         try:
             found.append(found_in(item, answer))
             kind = answer["value"]["kind"] if item.kind else ""
