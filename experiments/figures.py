@@ -1,19 +1,20 @@
 """One style for all figures of experiments/."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from matplotlib import pyplot as plt
 
-from experiments.runs import Run, series
+from experiments.runs import Runs, select, series
 
 # An objective has the same color in every figure. The first five, which stand together,
 # are told apart by color-blind readers too.
 COLORS = {
     "p3o": "#0072B2",
     "grpo 0.2": "#D55E00",
+    "grpo": "#D55E00",
     "grpo 0.4": "#E69F00",
     "reinforce": "#4D4D4D",
     "p3o, no KL": "#009E73",
@@ -47,33 +48,43 @@ def panels(count: int, height: float = 3.4, **options: Any) -> tuple[Any, list[A
     return figure, list(axes[0])
 
 
-def by_step(axis: Any, objective: str, runs: Iterable[Run], metric: str) -> None:
-    """A thin line for each run of an objective, and a thick one for their mean."""
-    color = color_of(objective)
-    values_at: dict[int, list[float]] = {}
-    for run in runs:
-        points = series(run, metric)
-        axis.plot(*zip(*points, strict=True), color=color, linewidth=0.6, alpha=0.5)
-        for step, value in points:
-            values_at.setdefault(step, []).append(value)
-    means = [mean(values) for values in values_at.values()]
-    axis.plot(list(values_at), means, color=color, linewidth=2, label=objective)
-    axis.set_xlabel("step")
+def draw_by_step(
+    runs: Runs, objectives: Sequence[str], shown: list[tuple[str, str, str]], path: Path
+) -> None:
+    """A panel for each title, mismatch and metric that is shown, with all objectives.
+
+    A thin line is a run, a thick one the mean over seeds.
+    """
+    same_metric = len({metric for _, _, metric in shown}) == 1
+    figure, axes = panels(len(shown), sharey=same_metric)
+    for axis, (title, mismatch, metric) in zip(axes, shown, strict=True):
+        for objective in reversed(objectives):  # The first one is on top.
+            color = color_of(objective)
+            values_at: dict[int, list[float]] = {}
+            for run in select(runs, mismatch=mismatch, objective=objective).values():
+                points = series(run, metric)
+                axis.plot(*zip(*points, strict=True), color=color, lw=0.6, alpha=0.5)
+                for step, value in points:
+                    values_at.setdefault(step, []).append(value)
+            means = [mean(values) for values in values_at.values()]
+            axis.plot(list(values_at), means, color=color, lw=2, label=objective)
+        axis.set(title=title, xlabel="step")
+        axis.set_ylim(bottom=0)
+    add_legend(figure, objectives)
+    save(figure, path)
+
+
+def add_legend(figure: Any, objectives: Iterable[str]) -> None:
+    """One legend below all panels of a figure."""
+    handles = [
+        plt.Line2D([], [], color=color_of(objective), label=objective)
+        for objective in objectives
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6)
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure, with one legend below it for all of its panels."""
-    handles = {}
-    for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    if handles:
-        figure.legend(
-            *(handles.values(), handles.keys()),
-            loc="outside lower center",
-            ncols=min(len(handles), 6),
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a figure."""
     figure.savefig(path, dpi=110)
     plt.close(figure)
     print(path)

@@ -21,23 +21,21 @@ compute in float32, so that no result hangs on the CPU; only the engine of fp8 d
 LEARNING_RATE was the best of four on fresh data for P3O, in the first version's runs.
 """
 
-import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Literal, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.runs import (
-    RESULTS,
     ROOT,
     Cell,
     Flags,
-    Run,
+    Runs,
+    cells_of,
+    grid_parser,
     read_runs,
     run_grid,
     series,
@@ -54,7 +52,6 @@ EVERY_RUN: Flags = {
     "rollout_dtype": "float32",
 }
 LEARNING_RATE = 2e-4
-RATES = (1e-4, 2e-4, 4e-4)
 MISMATCHES: dict[str, Flags] = {
     "on-policy": {},
     "T = 0.6": {"temperature": 0.6},
@@ -79,7 +76,7 @@ MISMATCHES: dict[str, Flags] = {
 BREAKING = ("lag 4", "lag 16", "4 updates", "16 updates", "4 minibatches")
 MAIN = ("p3o", "grpo 0.2", "grpo 0.4", "reinforce", "p3o, no KL")
 OTHERS = ("p3o, k3", "p3o, is", "p3o, no cap", "dapo", "gspo", "cispo", "tis")
-CONSTANTS = (0.8, 0.9, 0.97)
+CONSTANTS = ("p3o, e_B = 0.8", "p3o, e_B = 0.9", "p3o, e_B = 0.97")
 OWN_MEAN, YOKED = "p3o, own mean e_B", "p3o, yoked e_B"
 RAW = "p3o, raw log pi_b"
 REMEDIES = (
@@ -108,10 +105,9 @@ OBJECTIVES: dict[str, Flags] = {
     "gspo": {"objective": "experiments.objectives:gspo"},
     "cispo": {"objective": "experiments.objectives:cispo"},
     "tis": {"objective": "experiments.objectives:tis"},
-    **{
-        f"p3o, e_B = {c}": ablation("fixed_ess", objective_args=f"level={c}")
-        for c in CONSTANTS
-    },
+    "p3o, e_B = 0.8": ablation("fixed_ess", objective_args="level=0.8"),
+    "p3o, e_B = 0.9": ablation("fixed_ess", objective_args="level=0.9"),
+    "p3o, e_B = 0.97": ablation("fixed_ess", objective_args="level=0.97"),
     OWN_MEAN: ablation("fixed_ess"),  # with the level of the cell
     YOKED: ablation("yoked_ess"),  # with the file of the cell
     RAW: {},
@@ -126,47 +122,23 @@ PATCHES = {
     "p3o, KL at one heat": "kl_at_rollout_temperature",
     "p3o, step where signal": "step_where_signal",
 }
-Part = Literal["reduced", "grid", "constants", "own", "rates", "heat"]
-
-
-def cells_of(
-    mismatches: Iterable[str],
-    objectives: Iterable[str],
-    seeds: int,
-    learning_rate: float = LEARNING_RATE,
-) -> list[Cell]:
-    """All combinations, seed by seed: a part that is stopped has whole comparisons."""
-    return [
-        Cell(mismatch, objective, learning_rate, seed)
-        for seed in range(seeds)
-        for mismatch in mismatches
-        for objective in objectives
-    ]
-
-
-def plan(part: Part) -> list[Cell]:
-    """The runs of a part."""
-    if part == "reduced":
-        shown = ("on-policy", "T = 0.6", "T = 1.4", "T = 1.6", "lag 16", "16 updates")
-        return cells_of(shown, ("p3o", "grpo 0.2", "reinforce"), seeds=1)
-    if part == "grid":
-        others = cells_of((*BREAKING, "T = 1.6"), OTHERS, seeds=3)
-        return cells_of(MISMATCHES, MAIN, seeds=5) + others
-    if part == "constants":
-        return cells_of(MISMATCHES, [f"p3o, e_B = {c}" for c in CONSTANTS], seeds=3)
-    if part == "own":
-        return cells_of(MISMATCHES, (OWN_MEAN, YOKED), seeds=3)
-    if part == "rates":
-        where = ("on-policy", "T = 1.6", "lag 16", "16 updates")
-        return [
-            cell
-            for rate in RATES
-            if rate != LEARNING_RATE  # the grid has that one
-            for cell in cells_of(where, MAIN[:4], seeds=3, learning_rate=rate)
-        ]
-    hot = ("T = 1.2", "T = 1.6", "T = 1.2, lag 4")
-    remedies = cells_of((*hot, "lag 4", "lag 16", "16 updates"), REMEDIES, seeds=3)
-    return remedies + cells_of(hot, (RAW,), seeds=3)
+HOT = ("T = 1.2", "T = 1.6", "T = 1.2, lag 4")
+SOME = ("on-policy", "T = 1.6", "lag 16", "16 updates")
+at_rate = partial(cells_of, learning_rate=LEARNING_RATE)
+PARTS: dict[str, list[Cell]] = {
+    "reduced": at_rate(
+        (*SOME, "T = 0.6", "T = 1.4"), ("p3o", "grpo 0.2", "reinforce"), [0]
+    ),
+    "grid": at_rate(MISMATCHES, MAIN, range(5))
+    + at_rate((*BREAKING, "T = 1.6"), OTHERS, range(3)),
+    "constants": at_rate(MISMATCHES, CONSTANTS, range(3)),
+    "own": at_rate(MISMATCHES, (OWN_MEAN, YOKED), range(3)),
+    # The grid has the rate between these two.
+    "rates": cells_of(SOME, MAIN[:4], range(3), learning_rate=1e-4)
+    + cells_of(SOME, MAIN[:4], range(3), learning_rate=4e-4),
+    "heat": at_rate((*HOT, "lag 4", "lag 16", "16 updates"), REMEDIES, range(3))
+    + at_rate(HOT, [RAW], range(3)),
+}
 
 
 def script_of(objective: str) -> list[str]:
@@ -176,7 +148,7 @@ def script_of(objective: str) -> list[str]:
     return ["train.py"]
 
 
-def command_of(cell: Cell, done: dict[Cell, Run], folder: Path) -> list[str]:
+def command_of(cell: Cell, done: Runs, folder: Path) -> list[str]:
     """The script and flags of a run. `done` has the runs of P3O that some cells need.
 
     Raises Refused where one is missing.
@@ -196,7 +168,7 @@ def command_of(cell: Cell, done: dict[Cell, Run], folder: Path) -> list[str]:
     return [*script_of(cell.objective), *words_of(flags)]
 
 
-def ess_of_p3o(cell: Cell, done: dict[Cell, Run]) -> tuple[Cell, list[float]]:
+def ess_of_p3o(cell: Cell, done: Runs) -> tuple[Cell, list[float]]:
     """P3O's run beside this one, and its e_B at each update: the mean of the step."""
     own = cell._replace(objective="p3o")
     if own not in done:
@@ -208,16 +180,12 @@ def ess_of_p3o(cell: Cell, done: dict[Cell, Run]) -> tuple[Cell, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=get_args(Part), required=True)
-    parser.add_argument("--folder", type=Path, default=RESULTS)
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    args = parser.parse_args()
+    args = grid_parser(__doc__, PARTS).parse_args()
     folder = args.folder.resolve()
     path = folder / "light.jsonl"
     done = read_runs(path) if path.exists() else {}
     command = partial(command_of, done=done, folder=folder)
-    run_grid(plan(args.part), command, path, args.workers)
+    run_grid(PARTS[args.part], command, path, args.workers)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ command, commit, configuration, metrics by step, and pass@8 of the model that it
 A cell that has its line is not run again, so a grid can be stopped and started at will.
 """
 
+import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -40,9 +42,33 @@ class Cell(NamedTuple):
 
 
 Run = dict[str, Any]  # a line of the JSONL file
+Runs = dict[Cell, Run]
 Flags = dict[str, Any]  # of train.py or eval.py, by name
 
 # Making runs
+
+
+def cells_of(
+    mismatches: Iterable[str],
+    objectives: Iterable[str],
+    seeds: Iterable[int],
+    learning_rate: float,
+) -> list[Cell]:
+    """All combinations, seed by seed: a grid that is stopped has whole comparisons."""
+    every = itertools.product(seeds, mismatches, objectives)
+    return [
+        Cell(mismatch, objective, learning_rate, seed)
+        for seed, mismatch, objective in every
+    ]
+
+
+def grid_parser(about: str, parts: Iterable[str]) -> argparse.ArgumentParser:
+    """The flags of a script that makes a grid in parts."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--part", choices=parts, required=True)
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
+    return parser
 
 
 def words_of(flags: Flags) -> list[str]:
@@ -166,13 +192,22 @@ def run_grid(
 # Reading them
 
 
-def read_runs(path: Path) -> dict[Cell, Run]:
+def read_runs(path: Path) -> Runs:
     """The finished runs of a file. Raises Refused where there is none."""
     try:
         runs = [json.loads(line) for line in open(path)]
     except OSError as error:
         raise Refused(f"{path} has no runs yet: {error.strerror}") from None
     return {Cell(*(run[name] for name in Cell._fields)): run for run in runs}
+
+
+def select(runs: Runs, **wanted: Any) -> Runs:
+    """The runs whose cells have these values."""
+    return {
+        cell: run
+        for cell, run in runs.items()
+        if all(getattr(cell, name) == value for name, value in wanted.items())
+    }
 
 
 def series(run: Run, metric: str) -> list[tuple[int, float]]:

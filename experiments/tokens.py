@@ -1,90 +1,142 @@
 """One batch as a page: each token colored by its weight in the gradient.
 
     python experiments/tokens.py --temperature 1.4      # a batch sampled from tiny/
-    python experiments/tokens.py runs/NAME              # the batch that this run's
-                                                        # model would learn from next
-    python experiments/tokens.py runs/NAME --sampled_by tiny    # a very stale one
+    python experiments/tokens.py --model runs/NAME/model --step 61 --sampled_by tiny
+                                                        # a very stale one
 
 It writes a single HTML file (--page), which any browser shows without a network. An
 objective is chosen at the top of the page. A token that it makes likelier is blue, one
-that it makes rarer is orange. The pointer shows ratio, cap, KL and advantage.
+that it makes rarer is orange. The pointer shows ratio, cap, KL and advantage. A table
+of what each objective does with the batch is printed.
 
-All flags of train.py that decide over a batch are taken, from RUN/config.json where a
-RUN is given; flags on the command line override them. A lag of the run is not repeated:
-a run keeps its last weights only. --sampled_by names older ones. One rank only.
+The flags are those of train.py, and four more. One rank only.
 """
 
 import html
 import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# torch reads it when it is imported.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-from transformers import PreTrainedTokenizerBase
-
 import train
-from experiments.token_weights import (
-    COMPARED,
-    ScoredBatch,
-    sample_and_score,
-    token_weights,
-)
-from loss import effective_sample_size
+from experiments import objectives
+from experiments.runs import table
+from loss import LOSSES, effective_sample_size, ratio_sums
 from policy import build_policy
-from rollout import Engine, init_distributed
-from support.flags import PositiveCount, Refused, parse_flags
+from rollout import Engine, Rollouts, init_distributed
+from support.command import PositiveCount, parse_flags, run_script
+from support.log import Log
 
 TEMPLATE = Path(__file__).resolve().with_name("tokens_template.html")
+COMPARED: dict[str, Callable[..., Tensor]] = {
+    **LOSSES,
+    "dapo": objectives.dapo,
+    "gspo": objectives.gspo,
+    "cispo": objectives.cispo,
+    "tis": objectives.tis,
+}
 
 
 class Config(train.Config):
-    """A batch to look at: the flags of train.py, and three more."""
+    """A batch to look at: the flags of train.py, and four more."""
 
     prompts_per_step: PositiveCount = 8
     """prompts of the batch"""
-    top_logprobs: PositiveCount = 20
-    """K: the KL is over the K likeliest tokens of pi_b"""
     step: PositiveCount = 1
-    """the batch of which step; with a RUN, the one after its last"""
+    """the batch of which step"""
     sampled_by: str = ""
     """a model folder that samples in place of --model"""
     show: PositiveCount = 64
     """responses on the page; e_B is that of all responses of the step"""
     page: str = "runs/tokens.html"
-    """the file to write; with a RUN, RUN/tokens.html"""
+    """the file to write"""
 
 
-def flags_of_run(run: str) -> list[str]:
-    """The flags by which a finished run's next batch is sampled from its model.
+class ScoredBatch(NamedTuple):
+    """A batch B as an optimizer step meets it, before the update."""
 
-    Raises Refused where the folder has no config.json or no model.
+    rollouts: Rollouts  # N responses, with reward and advantage
+    log_ratio: Tensor  # [N, T] log rho, 0 where there is no token
+    kl: Tensor  # [N, T] KL(pi_theta || pi_b) at each position, nats
+
+    def e_b(self) -> float:
+        """e_B (11)."""
+        sums = ratio_sums(self.log_ratio, self.rollouts.mask)
+        return effective_sample_size(sums).item()
+
+    def weights(self) -> dict[str, Tensor]:
+        """`token_weights` of each objective that is compared, [N, T] each."""
+        logp_behavior, advantage = self.rollouts.logp_behavior, self.rollouts.advantage
+        return {
+            name: token_weights(
+                loss_fn, self.log_ratio, logp_behavior, advantage, self.e_b()
+            )
+            for name, loss_fn in COMPARED.items()
+        }
+
+
+def token_weights(
+    loss_fn: Callable[..., Tensor],
+    log_ratio: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    e_b: float,
+) -> Tensor:
+    """What each token of a batch weighs in the gradient: w_t, [N, T], by autograd.
+
+    grad L = -1/|B| sum_t w_t grad log pi_theta(y_t), with w_t = A_t for REINFORCE. Of
+    P3O this is the first term of (12). The second, the KL, is about all tokens that
+    could have stood at a position.
     """
-    folder = Path(run)
-    if not (folder / "config.json").exists() or not (folder / "model").is_dir():
-        raise Refused(f"{run} is no finished run: it needs config.json and model/")
-    config = json.loads((folder / "config.json").read_text())
-    flags = [
-        f"--model={folder / 'model'}",
-        f"--step={config['steps'] + 1}",
-        f"--page={folder / 'tokens.html'}",
-    ]
-    decide = (
-        "task prompts_per_step group_size temperature top_p top_k top_logprobs "
-        "rollout_quantization rollout_dtype policy_temperature scale_advantage "
-        "max_prompt_tokens max_response_tokens seed"
+    logp = (logp_behavior + log_ratio).detach().requires_grad_()
+    loss = loss_fn(logp, logp_behavior, advantage, torch.zeros_like(logp), e_b)
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+    return -gradient
+
+
+def sample_and_score(cfg: Config) -> tuple[ScoredBatch, Engine]:
+    """All responses of a step: sampled, rewarded, and scored by the policy.
+
+    And the engine that sampled them.
+    """
+    tokenizer, problems, _, longest = train.load_data(cfg)
+    mesh = init_distributed()
+    engine = Engine(
+        *(cfg.sampled_by or cfg.model, longest),
+        quantization=cfg.rollout_quantization,
+        dtype=cfg.rollout_dtype,
+        top_logprobs=cfg.top_logprobs,
     )
-    return flags + [f"--{name}={config[name]}" for name in decide.split()]
+    log = Log(Path(), tokenizer, cfg.group_size, done=0)
+    rollouts = train.sample_batch(engine, cfg, cfg.step, problems, log)
+    policy = build_policy(cfg.model, mesh, temperature=cfg.policy_temperature)
+    device = next(policy.parameters()).device
+    batch = rollouts.select(torch.arange(len(rollouts.text)), device)
+    with torch.no_grad():
+        logp, top_logp = policy(batch)
+    log_ratio = (logp - batch.logp_behavior).cpu()
+    kl = train.kl_of_positions(top_logp, batch, cfg).cpu()
+    return ScoredBatch(rollouts, log_ratio, kl), engine
+
+
+def summary(batch: ScoredBatch) -> str:
+    """A table of what each objective does with the tokens whose advantage is not 0."""
+    judged = batch.rollouts.advantage != 0
+    rows = [["objective", "tokens without weight", "mean weight", "largest weight"]]
+    for name, weight in batch.weights().items():
+        size = weight[judged].abs()
+        dropped = (size == 0).float().mean()
+        rows.append([name, f"{dropped:.3f}", f"{size.mean():.3f}", f"{size.max():.2f}"])
+    return table(rows)
 
 
 def page_data(
-    batch: ScoredBatch,
-    tokenizer: PreTrainedTokenizerBase,
-    group_size: int,
-    show: int,
+    batch: ScoredBatch, tokenizer: Any, group_size: int, show: int
 ) -> dict[str, Any]:
     """What the page shows, as JSON can hold it: the first `show` responses.
 
@@ -92,40 +144,29 @@ def page_data(
     COMPARED.
     """
     rollouts = batch.rollouts
-    weights = [
-        token_weights(
-            objective,
-            batch.log_ratio,
-            rollouts.logp_behavior,
-            rollouts.advantage,
-            rollouts.mask,
-        )
-        for objective in COMPARED.values()
-    ]  # [N, T] each
+    weights = batch.weights()
     responses = []
     for row in range(min(show, len(rollouts.text))):
         prompt_length = int(rollouts.prompt_length[row])
         tokens = []
         for t in range(int(rollouts.mask[row].sum())):
-            tokens.append(
-                {
-                    "text": tokenizer.decode(rollouts.tokens[row, prompt_length + t]),
-                    "ratio": batch.log_ratio[row, t].exp().item(),
-                    "kl": batch.kl[row, t].item(),
-                    "weights": [weight[row, t].item() for weight in weights],
-                }
-            )
-        responses.append(
-            {
-                "prompt": tokenizer.decode(rollouts.tokens[row, :prompt_length]),
-                "reward": rollouts.reward[row].item(),
-                "advantage": rollouts.advantage[row].item(),
-                "tokens": tokens,
+            token = {
+                "text": tokenizer.decode(rollouts.tokens[row, prompt_length + t]),
+                "ratio": batch.log_ratio[row, t].exp().item(),
+                "kl": batch.kl[row, t].item(),
+                "weights": [weight[row, t].item() for weight in weights.values()],
             }
-        )
+            tokens.append(token)
+        response = {
+            "prompt": tokenizer.decode(rollouts.tokens[row, :prompt_length]),
+            "reward": rollouts.reward[row].item(),
+            "advantage": rollouts.advantage[row, 0].item(),
+            "tokens": tokens,
+        }
+        responses.append(response)
     return {
-        "objectives": list(COMPARED),
-        "ess": effective_sample_size(batch.log_ratio, rollouts.mask).item(),
+        "objectives": list(weights),
+        "ess": batch.e_b(),
         "token_count": int(rollouts.mask.sum()),
         "response_count": len(rollouts.text),
         "group_size": group_size,
@@ -146,52 +187,20 @@ def render(data: dict[str, Any], title: str) -> str:
     return head.replace("{{TITLE}}", html.escape(title)) + embedded + foot
 
 
-def describe(cfg: Config) -> str:
-    """The title of the page: where its batch is from."""
-    parts = [f"{cfg.model}, step {cfg.step}"]
-    if cfg.sampled_by:
-        parts.append(f"sampled by {cfg.sampled_by}")
-    parts.append(f"T = {cfg.temperature:g}")
-    for name in ("top_p", "top_k", "rollout_quantization"):
-        if getattr(cfg, name) != train.Config.model_fields[name].default:
-            parts.append(f"{name} = {getattr(cfg, name)}")
-    return ", ".join(parts)
-
-
 def main() -> None:
-    arguments = sys.argv[1:]
-    if arguments and not arguments[0].startswith("-"):
-        arguments = flags_of_run(arguments[0]) + arguments[1:]
-    cfg = parse_flags(Config, arguments)
-    data = train.load_data(cfg)
-    mesh = init_distributed()
-    engine = Engine(
-        cfg.sampled_by or cfg.model,
-        data.longest,
-        quantization=cfg.rollout_quantization,
-        dtype=cfg.rollout_dtype,
-        top_logprobs=cfg.top_logprobs,
-        kv_cache_gb=cfg.kv_cache_gb,
-        max_num_seqs=cfg.max_num_seqs,
-        verbose=cfg.verbose,
-    )
-    policy = build_policy(
-        cfg.model, mesh, dtype=cfg.dtype, temperature=cfg.policy_temperature
-    )
-    batch = sample_and_score(engine, policy, cfg, cfg.step, data.train)
-    shown = page_data(batch, data.tokenizer, cfg.group_size, cfg.show)
+    cfg = parse_flags(Config)
+    batch, engine = sample_and_score(cfg)
+    title = f"{cfg.model}, step {cfg.step}, T = {cfg.temperature:g}"
+    if cfg.sampled_by:
+        title += f", sampled by {cfg.sampled_by}"
+    data = page_data(batch, engine.tokenizer, cfg.group_size, cfg.show)
     path = Path(cfg.page)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(shown, describe(cfg)))
-    print(
-        f"{path}: {len(shown['responses'])} of {shown['response_count']} responses, "
-        f"e_B {shown['ess']:.4f}, {shown['token_count']} tokens"
-    )
+    path.write_text(render(data, title))
+    print(summary(batch))
+    print(f"{path}: e_B {data['ess']:.4f}, {data['token_count']} tokens")
     engine.close()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (Refused, FloatingPointError) as error:
-        sys.exit(f"tokens.py: {error}")
+    run_script(main)
