@@ -34,7 +34,7 @@ from loss import kl_divergence
 
 VOCABULARY = 64
 LOGIT_STD = 2.0  # of the logits of pi_theta, which are normal
-POLICIES = 20  # S, pairs of pi_theta and pi_b at each point
+POLICIES = 100  # S, pairs of pi_theta and pi_b at each point
 LEVELS = (0.99, 0.9, 0.7, 0.5)  # of e_B
 KINDS = ("hotter", "colder", "rounded")
 TOP = (1, 5, 20)  # K
