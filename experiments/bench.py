@@ -391,7 +391,7 @@ def phases(column: Config, bench: BenchConfig) -> Numbers:
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """The most that torch allocates at once in act() on the CPU, above what it found."""
+    """The most that torch allocates at once in act() on the CPU."""
     gc.disable()  # What it frees in the middle would be subtracted.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         act()
