@@ -1,10 +1,5 @@
-"""Ranks that share an engine, and nodes: whole runs do what one rank alone does.
+"""Ranks that share an engine, and nodes: whole runs do what one rank alone does."""
 
-To rounding: in bfloat16 a sum over ranks rounds differently, which flips single
-samples. Hence float32.
-"""
-
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +9,18 @@ from conftest import TWO_STEPS
 from launch import read_metrics, torchrun, torchrun_on_nodes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import EvalConfig, load_benchmarks
-from loss import KL_ESTIMATORS, OBJECTIVES
-from support.checks import check_run
-from support.flags import Refused
-from support.prompts import check_model
-from train import Config
-
 
 def assert_same_run(
     rows: list[dict[str, Any]], expected_rows: list[dict[str, Any]]
 ) -> None:
-    """Two runs' lines of metrics say the same."""
+    """Two runs' lines of metrics say the same, to rounding."""
     for name in "heldout_pass@1", "heldout_greedy":
-        before, expected_before = rows[0][name], expected_rows[0][name]
-        assert before == expected_before
+        assert rows[0][name] == expected_rows[0][name]
         # One answer of 31 may be another after two updates that were rounded in another
         # order.
-        after, expected_after = rows[-1][name], expected_rows[-1][name]
-        assert after == pytest.approx(expected_after, abs=1.1 / 31)
+        assert abs(rows[-1][name] - expected_rows[-1][name]) < 1.1 / 31
     for row, expected in zip(rows[1:], expected_rows[1:], strict=True):
+        # Each rank has the responses to its own prompts: those to others have reward 0.
         for name in "reward", "response_tokens", "groups_with_signal":
             assert row[name] == pytest.approx(expected[name], rel=1e-6)
         for name in "ess", "grad_norm", "entropy":
@@ -43,18 +30,10 @@ def assert_same_run(
         assert row["mismatch_max"] < 1e-3
 
 
-def test_two_ranks_that_share_an_engine_do_what_one_rank_does(one_rank, tmp_path):
-    out = tmp_path / "two"
-    torchrun(2, "train.py", *TWO_STEPS, "--rollout_tp=2", f"--out_dir={out}")
-    assert_same_run(read_metrics(out), one_rank)
-
-
 @pytest.mark.slow
-def test_rollout_tp_is_the_number_of_ranks_that_share_an_engine():
-    # Ranks with an engine each would do what one rank does just as well.
-    for rollout_tp in 1, 2:
-        printed = torchrun(2, "tests/shared_engine_on_ranks.py", str(rollout_tp))
-        assert json.loads(printed.splitlines()[-1]) == [rollout_tp, rollout_tp]
+def test_two_ranks_that_share_an_engine_do_what_one_rank_does(one_rank, tmp_path):
+    torchrun(2, "train.py", *TWO_STEPS, "--rollout_tp=2", f"--out_dir={tmp_path}/two")
+    assert_same_run(read_metrics(tmp_path / "two"), one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -86,35 +65,3 @@ def test_two_nodes_of_two_ranks_that_share_an_engine_do_what_one_rank_does(
     torchrun_on_nodes(2, 2, "train.py", *flags, "--rollout_tp=2", f"--out_dir={out}")
     assert_same_run(read_metrics(out), one)
     assert AutoModelForCausalLM.from_pretrained(out / "model").vocab_size == 200
-
-
-@pytest.mark.slow
-def test_an_evaluation_by_four_ranks_that_share_an_engine_counts_what_one_rank_counts(
-    wide, tmp_path
-):
-    # Six problems on four ranks, then two: two ranks without one have to take part.
-    flags = [f"--model={wide}", "--limit=6", "--samples=4", "--chunk_responses=4"]
-    results = {}
-    for ranks in 1, 4:
-        out = tmp_path / str(ranks)
-        torchrun(ranks, "eval.py", *flags, f"--rollout_tp={ranks}", f"--out_dir={out}")
-        results[ranks] = json.loads((out / "results.json").read_text())
-    assert results[4]["correct"] == results[1]["correct"]
-    assert results[4]["pass@k"] == results[1]["pass@k"]
-
-
-def test_a_node_whose_ranks_cannot_be_divided_among_engines_is_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    sentence = "rollout_tp is 4: it has to divide the 2 ranks of a node"
-    with pytest.raises(Refused, match=sentence):
-        check_run(Config(rollout_tp=4), OBJECTIVES["p3o"], KL_ESTIMATORS)
-    with pytest.raises(Refused, match=sentence):
-        load_benchmarks(EvalConfig(rollout_tp=4))
-
-
-def test_a_model_whose_attention_heads_cannot_be_divided_is_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    sentence = "rollout_tp is 3, which does not divide tiny's 4 attention heads"
-    with pytest.raises(Refused, match=sentence):
-        load_benchmarks(EvalConfig(rollout_tp=3))
-    check_model("tiny", tp=4)
