@@ -1,7 +1,8 @@
 """The mismatch meter: how far off-policy does a rollout engine make a policy?
 
     python experiments/meter.py --model tiny --temperature 1.2
-    python experiments/meter.py --rollout_quantization fp8_per_channel --top_p 0.9
+    python experiments/meter.py --rollout_quantization fp8_per_channel \\
+        --rollout_dtype bfloat16 --top_p 0.9
     python experiments/meter.py --model models/SmolLM2-135M-Instruct \\
         --task recipes/sums-and-products --responses 16 --max_response_tokens 16 \\
         --top_logprobs 49152 --temperature 1.2

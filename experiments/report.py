@@ -50,7 +50,7 @@ STRENGTHS = {
     "temperature of the rollouts": {
         "T = 0.6": "0.6",
         "T = 0.8": "0.8",
-        "on-policy": "1 (fresh data)",
+        "on-policy": "1, fresh",
         "T = 1.2": "1.2",
         "T = 1.4": "1.4",
         "T = 1.6": "1.6",

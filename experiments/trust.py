@@ -77,8 +77,13 @@ class Laboratory:
         self.log = Log(Path(), tokenizer, self.cfg.group_size, done=0)
         mesh = init_distributed()
         self.engines = {
-            name: Engine("tiny", longest, quantization=name, top_logprobs=20)
-            for name in ("none", "fp8_per_channel")
+            "none": Engine("tiny", longest, top_logprobs=20),
+            "fp8_per_channel": Engine(
+                *("tiny", longest),
+                quantization="fp8_per_channel",
+                dtype="bfloat16",
+                top_logprobs=20,
+            ),
         }
         policy = build_policy("tiny", mesh)
         optimizer = AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -170,13 +175,14 @@ def report(rows: list[dict[str, Any]], folder: Path) -> None:
     cosines = np.array([row["cosine"] for row in rows]).mean(axis=0)
     ess = np.array([row["ess"] for row in rows]).mean(axis=0)
     figure, (axis,) = panels(1, height=4.2)
+    distrust = [max(1 - level, 1e-3) for level in LEVELS]
     for place, condition in enumerate(CONDITIONS):
         precision = "" if condition.quantization == "none" else ", fp8"
         label = f"lag {condition.lag}, T = {condition.temperature}{precision}"
-        (line,) = axis.plot(LEVELS, cosines[place, : len(LEVELS)], label=label)
+        (line,) = axis.plot(distrust, cosines[place, : len(LEVELS)], label=label)
         own = cosines[place, len(LEVELS) + place]
-        axis.plot(ess[place], own, "o", color=line.get_color())
-    axis.set(xlabel="c; a dot is at the batch's own $e_B$, mean over policies")
+        axis.plot(max(1 - ess[place], 1e-3), own, "o", color=line.get_color())
+    axis.set(xscale="log", xlabel="1 - c (0.001: c = 1); a dot is at the batch's $e_B$")
     axis.set_ylabel("cosine of g(c) and the on-policy gradient")
     figure.legend(loc="outside right center")
     save(figure, folder / "trust.png")
