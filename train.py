@@ -66,7 +66,7 @@ from support.command import (
     parse_flags,
     run_script,
 )
-from support.cpu import Dtype
+from support.cpu import Dtype, RolloutDtype
 from support.log import Log
 from support.tasks import Split, check_model, check_trainable, encode_problems, task_of
 
@@ -140,8 +140,8 @@ class Config(Flags):
     # The machine
     dtype: Dtype = "auto"
     """the trainer computes in it; auto: bfloat16 on CUDA, else float32"""
-    rollout_dtype: Dtype = "auto"
-    """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
+    rollout_dtype: RolloutDtype = "auto"
+    """the engine computes in it; auto: bfloat16 where that is fast, else float32"""
     micro_batch_tokens: PositiveCount = 16384
     """of one forward pass, padding included: it sets the memory, not the result"""
     gradient_checkpointing: bool = False
