@@ -10,23 +10,19 @@ import pytest
 from conftest import ROOT
 
 SCRIPTS = ("loss", "reward", "rollout", "policy", "train", "eval")
+CORE = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]
+FOLDERS = ("support", "experiments", "tests", "tiny", "recipes", "assignment")
 
 
-def tracked_python() -> list[Path]:
-    """The Python files of the repository."""
-    command = ["git", "ls-files", "*.py"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode != 0:
-        return [p.relative_to(ROOT) for p in ROOT.glob("[a-z]*/**/*.py")] + [
-            p.relative_to(ROOT) for p in ROOT.glob("*.py")
-        ]
-    return [Path(line) for line in listed.stdout.split()]
+def module_of(path: Path) -> str:
+    """The name by which it is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def imports_of(path: Path) -> set[str]:
     """The modules that a file imports, wherever the import stands."""
     names = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
@@ -35,37 +31,25 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_the_top_level_has_the_scripts_of_the_method_and_no_other_python():
-    assert sorted(p.stem for p in ROOT.glob("*.py")) == sorted(SCRIPTS)
+    assert sorted(path.stem for path in ROOT.glob("*.py")) == sorted(SCRIPTS)
 
 
-def test_the_scripts_and_support_never_import_experiments():
-    for path in tracked_python():
-        if path.parts[0] == "support" or len(path.parts) == 1:
-            tops = {name.split(".")[0] for name in imports_of(path)}
-            assert "experiments" not in tops, path
+@pytest.mark.parametrize("path", CORE, ids=module_of)
+def test_scripts_never_import_experiments_and_support_imports_nothing_above_it(path):
+    above = {"experiments", "tests", "assignment"}
+    if path.parent.name == "support":
+        above |= set(SCRIPTS)
+    assert not above & {name.split(".")[0] for name in imports_of(path)}
 
 
-def test_support_knows_the_scripts_by_what_it_is_handed():
-    for path in tracked_python():
-        if path.parts[0] == "support":
-            assert not imports_of(path) & set(SCRIPTS), path
-
-
-def test_no_module_of_the_top_level_or_support_imports_itself_through_others():
-    modules = {}
-    for path in tracked_python():
-        if path.parts[0] == "support" or len(path.parts) == 1:
-            name = ".".join(path.with_suffix("").parts)
-            modules[name.removesuffix(".__init__")] = imports_of(path)
-
-    def reachable(name: str, seen: set[str]) -> set[str]:
-        for imported in modules.get(name, set()) & modules.keys():
-            if imported not in seen:
-                seen |= {imported} | reachable(imported, seen | {imported})
-        return seen
-
-    for name in modules:
-        assert name not in reachable(name, set()), name
+def test_no_module_imports_itself_through_others():
+    imported = {module_of(path): imports_of(path) for path in CORE}
+    while imported:
+        # A module that imports none of the others can be in no circle.
+        leaves = [name for name, names in imported.items() if not names & set(imported)]
+        assert leaves, f"a circle among {sorted(imported)}"
+        for name in leaves:
+            del imported[name]
 
 
 @pytest.mark.parametrize("script", ["loss", "reward"])
@@ -78,8 +62,9 @@ def test_a_script_shows_its_own_work(script):
 
 
 def test_no_line_of_python_is_wider_than_88_columns():
-    for path in tracked_python():
-        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+    files = CORE + [file for name in FOLDERS for file in (ROOT / name).glob("**/*.py")]
+    for path in files:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 88, f"{path}:{number}"
 
 

@@ -89,7 +89,7 @@ def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_
     torchrun(2, "train.py", *flags, f"--out_dir={tmp_path / 'alone'}")
     out = tmp_path / "killed"
     flags.append(f"--out_dir={out}")
-    # Five minutes would be an error, not an end.
+    # It ends: launch.run_script waits for five minutes at most.
     killed = start_on_ranks(2, "tests/killed.py", "1", "save", "4", *flags)
     assert killed.returncode != 0
     assert "Signal 9 (SIGKILL)" in killed.stdout

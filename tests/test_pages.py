@@ -1,0 +1,75 @@
+"""What the pages name exists: files, tests, functions, flags and commands."""
+
+import ast
+import re
+import shlex
+
+import pytest
+from conftest import ROOT
+
+from eval import EvalConfig
+from support.command import parse_flags
+from train import Config
+
+PAGES = [ROOT / f"{folder}README.md" for folder in ("", "recipes/", "tiny/")]
+PAGES += sorted(ROOT.glob("docs/*.md"))
+SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
+# All names that the code has, and the words of its texts.
+WORDS = set(re.findall(r"\w+", "".join(path.read_text() for path in SOURCES)))
+TORCHRUN_FLAGS = {"nproc-per-node", "nnodes", "rdzv-backend", "rdzv-endpoint"}
+
+on_every_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
+
+
+@on_every_page
+def test_every_file_of_a_page_is_there(page):
+    text = page.read_text()
+    named = re.findall(r"`([\w./-]+\.(?:py|yaml|md|txt|ipynb))`", text)
+    named += re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
+    folders = (ROOT, page.parent)
+    missing = [
+        name
+        for name in named
+        if not any((folder / name).exists() for folder in folders)
+    ]
+    assert missing == []
+
+
+@on_every_page
+def test_every_test_of_a_page_is_there(page):
+    for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text()):
+        tree = ast.parse((ROOT / file).read_text())
+        functions = [getattr(node, "name", None) for node in tree.body]
+        assert name in functions, f"{file}::{name}"
+
+
+@on_every_page
+def test_every_name_and_flag_of_a_page_is_in_the_code(page):
+    text = page.read_text()
+    names = re.findall(r"`([A-Za-z]\w*_\w+|[A-Z]\w+\.\w+)`", text)
+    words = {part for name in names for part in name.split(".")}
+    words |= set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text))
+    assert words - WORDS - TORCHRUN_FLAGS == set()
+
+
+@on_every_page
+def test_every_command_of_a_page_can_be_given(page):
+    text = page.read_text().replace("\\\n", " ")
+    targets = (ROOT / "Makefile").read_text().replace(":", " ").split()
+    for line in re.findall(r"^    ((?:python|torchrun|make) .*)$", text, re.MULTILINE):
+        words = [word for word in shlex.split(line, comments=True) if word != "..."]
+        if words[0] == "make":
+            assert words[1] in targets, line
+        scripts = [word for word in words if word.endswith(".py")]
+        assert all((ROOT / script).exists() for script in scripts), line
+        for script, kind in (("train.py", Config), ("eval.py", EvalConfig)):
+            if script in words:
+                parse_flags(kind, words[words.index(script) + 1 :])
+
+
+def test_the_lines_of_code_on_the_front_page_are_those_of_the_loss():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("    rho = (l"))
+    assert "\n".join(lines[first : first + 3]) in (ROOT / "loss.py").read_text()
