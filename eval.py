@@ -36,7 +36,7 @@ from support.command import (
     parse_flags,
     run_script,
 )
-from support.cpu import Dtype
+from support.cpu import default_dtype
 from support.tasks import Split, check_model, encode_problems, task_of
 
 
@@ -65,7 +65,7 @@ class EvalConfig(Flags):
     """of the sampling noise"""
     out_dir: str = ""
     """where it writes; by default runs/eval- and the time"""
-    dtype: Dtype = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
     rollout_tp: PositiveCount = 1
     """ranks of a node that share an engine (tensor parallelism)"""
@@ -210,6 +210,8 @@ def report(estimates: dict[str, dict]) -> str:
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(EvalConfig)
+    if cfg.dtype == "auto":
+        cfg.dtype = default_dtype()
     model, benchmarks = load_benchmarks(cfg)
     cfg.out_dir = cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}")
     init_distributed()

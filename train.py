@@ -66,7 +66,7 @@ from support.command import (
     parse_flags,
     run_script,
 )
-from support.cpu import Dtype, RolloutDtype
+from support.cpu import default_dtype, default_rollout_dtype
 from support.log import Log
 from support.tasks import Split, check_model, check_trainable, encode_problems, task_of
 
@@ -128,7 +128,7 @@ class Config(Flags):
     # The update
     policy_temperature: Temperature = 1.0
     """of pi_theta, in training and evaluation"""
-    learning_rate: PositiveAmount = 2e-4
+    learning_rate: PositiveAmount = 1e-4
     """of AdamW, constant after the warm-up"""
     warmup_steps: Count = 5
     """optimizer steps of linear warm-up"""
@@ -138,9 +138,9 @@ class Config(Flags):
     """clip the gradient to this norm"""
 
     # The machine
-    dtype: Dtype = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the trainer computes in it; auto: bfloat16 on CUDA, else float32"""
-    rollout_dtype: RolloutDtype = "auto"
+    rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the engine computes in it; auto: bfloat16 where that is fast, else float32"""
     micro_batch_tokens: PositiveCount = 16384
     """of one forward pass, padding included: it sets the memory, not the result"""
@@ -169,7 +169,16 @@ class Config(Flags):
 
 
 def check_config(cfg: Config) -> None:
-    """Raises Refused where fields do not go together, or with the number of ranks."""
+    """Settle the dtypes that are "auto", and refuse what does not go together.
+
+    Raises Refused, also where a field does not go with the number of ranks.
+    """
+    if cfg.rollout_quantization != "none" and cfg.rollout_dtype == "float32":
+        raise Refused("rollout_dtype is float32, beside which vLLM has no fp8")
+    if cfg.dtype == "auto":
+        cfg.dtype = default_dtype()
+    if cfg.rollout_dtype == "auto":
+        cfg.rollout_dtype = default_rollout_dtype(cfg.rollout_quantization)
     world = int(os.environ.get("WORLD_SIZE", 1))
     ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if cfg.prompts_per_step % (world * cfg.minibatches):

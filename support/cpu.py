@@ -2,10 +2,8 @@
 
 import ctypes
 import os
-from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, Field
 
 # Parameters of mallopt, as in glibc's malloc.h.
 TRIM_THRESHOLD = -1
@@ -14,34 +12,23 @@ MMAP_THRESHOLD = -3
 LARGEST_KEPT = 32 * 2**20  # bytes
 
 
-def default_dtype(dtype: str) -> str:
-    """What the trainer and an evaluation compute in: "auto" is bfloat16 on CUDA.
+def default_dtype() -> str:
+    """What trainer and evaluation compute in: bfloat16 on CUDA, float32 on a CPU.
 
-    On a CPU it is float32, in which neither the number of ranks nor the batch matters.
+    In float32 neither the number of ranks nor the size of a batch changes a result.
     """
-    if dtype != "auto":
-        return dtype
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def default_rollout_dtype(dtype: str) -> str:
-    """What rollouts are sampled in: "auto" is bfloat16 where that is fast.
+def default_rollout_dtype(quantization: str) -> str:
+    """What rollouts are sampled in: bfloat16 where that is fast, or is all there is.
 
     A CPU that multiplies bfloat16 itself (AVX-512 BF16, AMX) samples the embedded
     policy in 0.8 of the time that float32 takes. Any other multiplies it in a plain
-    loop, and takes twice as long.
+    loop, and takes twice as long. vLLM has fp8 beside bfloat16 alone.
     """
-    if dtype == "auto" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "bfloat16"
-    return default_dtype(dtype)
-
-
-# Fields of a configuration that hold what "auto" stands for on this machine.
-Choice = Literal["auto", "float32", "bfloat16"]
-# Also where the field is not given.
-OnUse = Field(validate_default=True)
-Dtype = Annotated[Choice, AfterValidator(default_dtype), OnUse]
-RolloutDtype = Annotated[Choice, AfterValidator(default_rollout_dtype), OnUse]
+    is_fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bfloat16" if is_fast or quantization != "none" else default_dtype()
 
 
 def prepare_cpu(ranks_of_node: int) -> None:
