@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 tests/killed.py RANK PHASE STEP FLAG ...
 
 PHASE is "update": the gradient of a batch is there, and the optimizer's step is not. Or
-it is "save": the checkpoint's data are written, and their index is not.
+it is "save": this rank's data of the checkpoint are written, and their index is not.
 """
 
 import os
@@ -18,13 +18,18 @@ from torch.distributed.checkpoint import FileSystemWriter
 from support.command import run_script
 
 
-def die(*arguments: Any, **keywords: Any) -> None:
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(phase: str, fatal_step: int) -> None:
     """Have this process die in this phase of this step."""
     apply_gradient, save_checkpoint = train.apply_gradient, train.save_checkpoint
+    write_data = FileSystemWriter.write_data
+
+    def write_data_and_die(*arguments: Any) -> None:
+        write_data(*arguments)
+        die()
 
     def apply_gradient_or_die(
         policy: Any, optimizer: Any, cfg: Any, step: int
@@ -35,7 +40,7 @@ def arm(phase: str, fatal_step: int) -> None:
 
     def save_checkpoint_or_die(out: Any, step: int, *state: Any) -> None:
         if (phase, step) == ("save", fatal_step):
-            FileSystemWriter.finish = die  # it writes the index
+            FileSystemWriter.write_data = write_data_and_die
         save_checkpoint(out, step, *state)
 
     train.apply_gradient = apply_gradient_or_die
