@@ -179,10 +179,11 @@ def prompts(heldout):
 def run_here(group):
     """Runs a script's main() with flags in this process, which has vLLM loaded.
 
-    Left out is only what a process can do once: to join the process group, and to end
-    it.
+    Left out are what a process can do once, to join the process group and to end it,
+    and the figure, which takes as long as a step.
     """
     import rollout
+    import support.log
 
     def build(*arguments, **options):
         options["kv_cache_gb"] = min(options.get("kv_cache_gb", 1), CACHE_GB)
@@ -195,6 +196,7 @@ def run_here(group):
             patch.setattr(module, "init_distributed", lambda: group)
             patch.setattr(module, "Engine", build)
             patch.setattr(rollout.Engine, "close", lambda engine: None)
+            patch.setattr(support.log, "draw_curves", lambda rows, path: None)
             patch.setattr(sys, "argv", [module.__file__, *flags])
             module.main()
 

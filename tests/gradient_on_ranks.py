@@ -50,6 +50,7 @@ def gradient_of(
     optimizer.register_step_pre_hook(record)
     cfg = Config(**{"max_grad_norm": 1e9} | settings)
     rows = torch.arange(len(rollouts.text))
+    policy.zero_grad()  # of an update that was stopped
     stats = update(policy, optimizer, loss_fn, rollouts, rows, cfg, step=7)
     [gradient] = found
     return gradient, stats

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from eval import EvalConfig, evaluate, load_benchmarks
 from loss import LOSSES
-from rollout import Engine, Rollouts, noise_seeds
+from rollout import Engine, Rollouts
 from support.command import Refused
 from support.log import Log
+from support.tasks import Split
 from train import (
     Config,
     build_engines,
@@ -68,6 +69,12 @@ def asked(monkeypatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
+def few(heldout) -> Split:
+    """The first held-out problems."""
+    return Split(heldout.problems[:9], heldout.prompts[:9])
+
+
+@pytest.fixture(scope="session")
 def tiny() -> SimpleNamespace:
     """The embedded task: its problems to train on, and a log for sample_batch."""
     tokenizer, problems, _, _ = load_data(Config())
@@ -98,26 +105,17 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(
     assert call == {"n": 4, "max_tokens": 5, **settings}
 
 
-def test_no_two_responses_of_a_run_nor_of_its_evaluation_have_the_same_noise(
-    engine, policy, tiny, heldout, asked
+def test_no_two_responses_of_a_run_and_its_evaluations_share_their_noise(
+    engine, policy, tiny, few, asked
 ):
     for seed in 0, 1:
         asked.clear()
-        for step in range(1, 6):
+        for step in 1, 2, 3:
             batch_of(engine, tiny, step, seed=seed, max_response_tokens=1)
-        evaluate(engine, heldout, "exact", samples=4, max_tokens=1)
+        evaluate(engine, few, "exact", samples=4, max_tokens=1)
         noise = noise_of(asked)
-        # 5 steps of 4 prompts, and 512 problems, with 4 responses each.
-        assert len(set(noise)) == len(noise) == (5 * 4 + 512) * 4
-
-
-def test_noise_seeds_of_different_runs_do_not_overlap():
-    # 50 steps of 32 prompts. The 8 responses to a prompt take s, ..., s + 7.
-    used = set()
-    for seed in range(5):
-        for s in noise_seeds(seed, first=0, count=50 * 32, spacing=8):
-            used.update(range(s, s + 8))
-    assert len(used) == 5 * 50 * 32 * 8
+        # 3 steps of 4 prompts, and 9 problems, with 4 responses each.
+        assert len(set(noise)) == len(noise) == (3 * 4 + 9) * 4
 
 
 def test_on_two_ranks_a_step_has_the_samples_that_it_has_on_one(
@@ -151,7 +149,7 @@ def test_a_response_is_rewarded_for_the_answer_to_its_own_prompt(engine, policy,
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_every_token_has_the_advantage_of_its_response_in_the_group_of_its_prompt(
+def test_every_token_has_the_advantage_of_its_response_in_its_group(
     scale, engine, policy, tiny
 ):
     rollouts = batch_of(engine, tiny, prompts_per_step=8, scale_advantage=scale)
@@ -278,7 +276,7 @@ def record(train_here, monkeypatch) -> Any:
             before, *seen.metrics = train_here(
                 # In step 1 of seed 0 no group of these would have a signal.
                 *("--prompts_per_step=4", "--group_size=4", "--seed=1"),
-                "--eval_problems=4",
+                *("--eval_problems=4", "--rollout_dtype=float32"),
                 *("--learning_rate=2e-3", "--warmup_steps=0"),
                 *flags,
             )
@@ -302,13 +300,13 @@ def test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls(record):
 
 
 def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
-    run = record("--steps=3", "--minibatches=1", "--rollout_dtype=float32")
+    run = record("--steps=3", "--minibatches=1")
     assert [row["weight_version"] for row in run.metrics] == ["0", "1", "2"]
     assert min(row["ess"] for row in run.metrics) > 0.9999
     assert max(row["mismatch_max"] for row in run.metrics) < 1e-3
 
 
-def test_every_minibatch_of_every_pass_is_an_update_and_the_metrics_are_their_means(
+def test_a_step_logs_the_means_of_its_updates_and_the_least_e_b(
     record,
 ):
     run = record(
@@ -330,18 +328,18 @@ def test_every_minibatch_of_every_pass_is_an_update_and_the_metrics_are_their_me
         assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
-def test_the_learning_rate_warms_up_over_updates_and_weights_decay_as_configured(
+def test_the_rate_warms_up_over_updates_and_weights_decay_as_configured(
     record,
 ):
     run = record(
-        *("--steps=3", "--warmup_steps=4", "--learning_rate=0.1", "--weight_decay=0.3")
+        *("--steps=2", "--warmup_steps=3", "--learning_rate=0.1", "--weight_decay=0.3")
     )
     rates = [updated.rate for updated in run.updates]
-    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    assert rates == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.1])
     assert {updated.decay for updated in run.updates} == {0.3}
 
 
-def test_a_run_of_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(record):
+def test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(record):
     # pi_theta is tiny at T = 1.5, in the trainer and in the engine. At T = 1 in one of
     # the two, the ratios of such a batch are 0.3 nats off in the mean.
     run = record("--steps=1", "--temperature=1.5", "--policy_temperature=1.5")
@@ -352,14 +350,14 @@ def test_a_run_of_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(r
 
 
 def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
-    engine, policy, heldout, asked
+    engine, policy, few, asked
 ):
     # Neither depends on how rollouts are sampled.
     cfg = Config(temperature=1.4, top_p=0.5, policy_temperature=0.8)
-    heldout_accuracy(engine, policy, cfg, heldout)
+    heldout_accuracy(engine, policy, cfg, few)
     assert [call["temperature"] for call in asked] == [0.8, 0.0]
     for call in asked:
-        assert call["prompts"] == heldout.prompts
+        assert call["prompts"] == few.prompts
         assert call["max_tokens"] == cfg.max_response_tokens
         assert call.get("top_p", 1) == 1
 
@@ -402,6 +400,8 @@ SHORT = [
     *("--prompts_per_step=16", "--learning_rate=4e-4", "--warmup_steps=2"),
     # 127 problems cannot be shared out equally.
     *("--eval_every=0", "--eval_problems=127"),
+    # In bfloat16 a batch of another size rounds otherwise, which flips single samples.
+    "--rollout_dtype=float32",
 ]
 
 

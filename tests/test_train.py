@@ -4,6 +4,7 @@ e_B and the gradient are held against plain autograd on the whole batch, on one 
 on two, in micro-batches of any size. And the optimizer: its rate, clipping, decay.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ from gradient_on_ranks import (
 from launch import torchrun, torchrun_on_nodes
 from transformers import AutoModelForCausalLM
 
+import train
 from loss import effective_sample_size, p3o, ratio_sums
-from policy import build_policy
+from policy import Policy, build_policy
 from rollout import Rollouts
 from train import micro_batches
 
@@ -70,7 +72,7 @@ def distance(gradient: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def stale(engine, prompts, group, tmp_path_factory) -> SimpleNamespace:
+def stale(engine, prompts, tmp_path_factory) -> SimpleNamespace:
     """A batch that tiny sampled, and a policy that has moved away since then.
 
     Its `folder` has both, as gradient_on_ranks.py wants them. `gradient` and `stats`
@@ -98,10 +100,15 @@ def stale(engine, prompts, group, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(
         folder=folder,
         rollouts=rollouts,
-        policy=build_policy(str(folder / "model"), group),
         gradient=gradient,
         stats=stats,
     )
+
+
+@pytest.fixture
+def trainee(stale, group) -> Policy:
+    """The policy that has moved away, under FSDP2."""
+    return build_policy(str(stale.folder / "model"), group)
 
 
 def assert_right(found: tuple[torch.Tensor, dict[str, float]], stale: Any) -> None:
@@ -114,12 +121,10 @@ def assert_right(found: tuple[torch.Tensor, dict[str, float]], stale: Any) -> No
 
 
 @pytest.mark.parametrize("tokens", MICRO_BATCHES)
-def test_e_b_and_the_gradient_are_those_of_the_whole_batch_for_any_micro_batches(
-    tokens, stale
+def test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient(
+    tokens, stale, trainee
 ):
-    assert_right(
-        gradient_of(stale.policy, stale.rollouts, micro_batch_tokens=tokens), stale
-    )
+    assert_right(gradient_of(trainee, stale.rollouts, micro_batch_tokens=tokens), stale)
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +135,13 @@ def two_ranks(stale) -> dict:
 
 
 @pytest.mark.parametrize("tokens", MICRO_BATCHES)
-def test_on_two_ranks_they_are_the_same(tokens, two_ranks, stale):
+def test_nor_do_two_ranks(tokens, two_ranks, stale):
     assert_right(two_ranks[tokens], stale)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_on_four_ranks_of_one_and_of_two_nodes_they_are_the_same(nodes, stale):
+def test_nor_do_four_ranks_of_one_node_and_of_two(nodes, stale):
     # On two nodes the weights are sharded within each and replicated across: HSDP.
     script = "tests/gradient_on_ranks.py"
     torchrun_on_nodes(nodes, 4 // nodes, script, str(stale.folder))
@@ -145,26 +150,33 @@ def test_on_four_ranks_of_one_and_of_two_nodes_they_are_the_same(nodes, stale):
         assert_right(results[tokens], stale)
 
 
-def test_a_second_rank_with_the_same_responses_changes_neither(stale, monkeypatch):
+def with_others(monkeypatch: pytest.MonkeyPatch, all_reduce: Callable) -> None:
+    """train.py's own collectives, on one of two ranks; FSDP keeps its own."""
+    others = SimpleNamespace(
+        all_reduce=all_reduce, get_world_size=lambda: 2, ReduceOp=dist.ReduceOp
+    )
+    monkeypatch.setattr(train, "dist", others)
+
+
+def test_nor_does_a_second_rank_with_the_same_responses(stale, trainee, monkeypatch):
     # Sums over both ranks are twice those of one, and so is |B|. The mean over B, and
     # the average of two equal gradients, are what they are on one rank.
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         if op == dist.ReduceOp.SUM:
             tensor.mul_(2)
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    assert_right(gradient_of(stale.policy, stale.rollouts), stale)
+    with_others(monkeypatch, all_reduce)
+    assert_right(gradient_of(trainee, stale.rollouts), stale)
 
 
-def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(stale):
+def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(stale, trainee):
     # The authors' code takes it so. A micro-batch of 300 tokens has some six responses.
     def with_its_own(logp, logp_behavior, advantage, kl, e_b):
         sums = ratio_sums(logp - logp_behavior, mask=logp_behavior != 0)
         own = effective_sample_size(sums).item()
         return p3o(logp, logp_behavior, advantage, kl, own)
 
-    given = stale.policy, stale.rollouts, with_its_own
+    given = trainee, stale.rollouts, with_its_own
     gradient, _ = gradient_of(*given, micro_batch_tokens=300)
     assert distance(gradient, stale.gradient) > 0.01
     gradient, _ = gradient_of(*given, micro_batch_tokens=WHOLE)
@@ -175,7 +187,9 @@ def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(stale):
 
 
 @pytest.mark.parametrize("tokens", [ROW, 60, 300, WHOLE])
-def test_each_response_is_in_one_micro_batch_none_is_empty_or_too_large(tokens, stale):
+def test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large(
+    tokens, stale
+):
     rows = torch.tensor([9, 2, 30, 4, 5, 17, 1])
     parts = micro_batches(stale.rollouts, rows, tokens, CPU)
     sizes = [len(part.text) for part in parts]
@@ -183,28 +197,29 @@ def test_each_response_is_in_one_micro_batch_none_is_empty_or_too_large(tokens, 
     found = torch.cat([part.reward for part in parts])
     assert sorted(found.tolist()) == sorted(rows.tolist())
     for part in parts:
+        assert part.text == [stale.rollouts.text[row] for row in part.reward]
         assert len(part.text) == 1 or part.tokens.numel() <= tokens
     assert len(parts) == {ROW: 7, WHOLE: 1}.get(tokens, len(parts))
 
 
-def test_a_rank_makes_as_many_micro_batches_as_the_one_with_the_longest_response(
+def test_ranks_make_equally_many_micro_batches_as_the_longest_allows(
     stale, monkeypatch
 ):
     def all_reduce(longest: torch.Tensor, op: Any) -> None:
         assert op == dist.ReduceOp.MAX
         longest.clamp_(min=150)  # on another rank
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with_others(monkeypatch, all_reduce)
     parts = micro_batches(stale.rollouts, torch.arange(32), 600, CPU)
     # 600 tokens have room for 4 responses of 150, so 32 responses make 8 parts.
     assert [len(part.text) for part in parts] == [4] * 8
 
 
 @pytest.mark.parametrize("tokens", [ROW, 300, WHOLE])
-def test_only_the_last_micro_batch_needs_no_second_forward_pass(tokens, stale):
+def test_only_the_last_micro_batch_needs_no_second_forward_pass(tokens, stale, trainee):
     calls = []
-    hook = stale.policy.register_forward_pre_hook(lambda *_: calls.append(1))
-    gradient_of(stale.policy, stale.rollouts, micro_batch_tokens=tokens)
+    hook = trainee.register_forward_pre_hook(lambda *_: calls.append(1))
+    gradient_of(trainee, stale.rollouts, micro_batch_tokens=tokens)
     hook.remove()
     parts = micro_batches(stale.rollouts, torch.arange(32), tokens, CPU)
     # A single micro-batch makes a single pass.
@@ -214,38 +229,25 @@ def test_only_the_last_micro_batch_needs_no_second_forward_pass(tokens, stale):
 # The optimizer
 
 
-def test_a_gradient_is_clipped_to_max_grad_norm(stale):
+def test_a_gradient_is_clipped_to_max_grad_norm(stale, trainee):
     limit = stale.stats["grad_norm"] / 10
-    gradient, stats = gradient_of(stale.policy, stale.rollouts, max_grad_norm=limit)
+    gradient, stats = gradient_of(trainee, stale.rollouts, max_grad_norm=limit)
     assert gradient.norm() == pytest.approx(limit, rel=1e-4)
     # What is logged is the norm before it was clipped.
     assert stats["grad_norm"] == pytest.approx(stale.stats["grad_norm"], rel=1e-4)
 
 
-def test_no_gradient_is_left_for_the_next_update(stale):
-    gradient_of(stale.policy, stale.rollouts)
-    assert all(weight.grad is None for weight in stale.policy.parameters())
+def test_no_gradient_is_left_for_the_next_update(stale, trainee):
+    gradient_of(trainee, stale.rollouts)
+    assert all(weight.grad is None for weight in trainee.parameters())
 
 
-def test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient(
-    stale, group
-):
-    policy = build_policy(
-        str(stale.folder / "model"), group, gradient_checkpointing=True
-    )
-    calls = []
-    attention = policy.model.base_model.layers[0].self_attn
-    attention.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert_right(gradient_of(policy, stale.rollouts), stale)
-    assert len(calls) == 2
-
-
-def test_in_bfloat16_only_the_forward_pass_is_rounded(stale, group):
+def test_in_bfloat16_only_the_forward_pass_is_rounded(stale, trainee, group):
     half = build_policy(str(stale.folder / "model"), group, dtype="bfloat16")
     assert {weight.dtype for weight in half.parameters()} == {torch.float32}
     with torch.no_grad():
         logp, top_logp = half(stale.rollouts)
-        expected, _ = stale.policy(stale.rollouts)
+        expected, _ = trainee(stale.rollouts)
     assert logp.dtype == top_logp.dtype == torch.float32
     # bfloat16 has 8 bits: 0.4% of an activation.
     error = (logp - expected).abs()[stale.rollouts.mask].mean()
@@ -255,31 +257,29 @@ def test_in_bfloat16_only_the_forward_pass_is_rounded(stale, group):
 # Numbers that are not finite
 
 
-@pytest.mark.parametrize(
-    "name, sentence",
-    [
-        ("logp_behavior", "step 7: e_B is not finite"),
-        ("advantage", "step 7: the gradient is not finite"),
-    ],
-)
-def test_a_number_that_is_not_finite_stops_all_ranks_alike_with_the_step(
-    name, sentence, stale, two_ranks
-):
-    with pytest.raises(FloatingPointError, match=sentence):
-        gradient_of(stale.policy, with_nan(stale.rollouts, name))
-    stale.policy.zero_grad()
-    # Of two ranks only one had the number.
-    first, second = two_ranks[name]
-    assert first == second
-    assert first.startswith(sentence)
+NOT_FINITE = {
+    "logp_behavior": "step 7: e_B is not finite",
+    "advantage": "step 7: the gradient is not finite",
+}
+
+
+def test_a_number_that_is_not_finite_stops_the_run_with_the_step(stale, trainee):
+    for name, sentence in NOT_FINITE.items():
+        with pytest.raises(FloatingPointError, match=sentence):
+            gradient_of(trainee, with_nan(stale.rollouts, name))
+
+
+def test_of_two_ranks_both_stop_where_one_has_such_a_number(two_ranks):
+    for name, sentence in NOT_FINITE.items():
+        first, second = two_ranks[name]
+        assert first == second
+        assert first.startswith(sentence)
 
 
 # What leaves the policy
 
 
-def test_from_two_ranks_the_whole_weights_leave_for_the_engine_and_for_the_model_folder(
-    two_ranks, stale
-):
+def test_two_ranks_hand_out_whole_weights_and_save_the_whole_model(two_ranks, stale):
     def state_of(folder: str) -> dict[str, torch.Tensor]:
         return AutoModelForCausalLM.from_pretrained(stale.folder / folder).state_dict()
 

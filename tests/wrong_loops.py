@@ -21,6 +21,7 @@ import policy
 import reward
 import rollout
 import support.checkpoints
+import support.log
 import support.tasks
 import train
 
@@ -53,146 +54,141 @@ class Mistake(NamedTuple):
 
 
 # Tests that several mistakes fail.
-EPOCHS = (
-    "test_train.test_an_epoch_has_every_problem_once_and_the_next_one_another_order"
-)
-OWN_ANSWER = "test_loop.test_a_response_is_compared_with_the_answer_to_its_own_prompt"
-OWN_GROUP = (
-    "test_loop.test_the_advantage_of_a_response_is_within_the_group_of_its_own_prompt"
-)
+EPOCHS = "test_loop.test_an_epoch_has_every_problem_once_and_the_next_one_another_order"
+NOISE = "test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_their_noise"
 SETTINGS = "test_loop.test_a_step_samples_its_own_problems_with_the_settings_of_the_run"
-NOISE = "test_loop.test_no_two_responses_of_a_run_have_the_same_noise"
-ONE_MINIBATCH = "test_loop.test_a_pass_has_each_response_in_one_minibatch"
-SAME_GROUPS = "test_loop.test_a_minibatch_has_the_same_groups_on_any_number_of_ranks"
-HELDOUT = "test_loop.test_what_is_evaluated_is_the_policy_and_its_greedy_decoding"
 HOT_POLICY = (
-    "test_loop."
-    "test_a_run_of_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts"
+    "test_loop.test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts"
+)
+ADVANTAGE = "test_loop.test_every_token_has_the_advantage_of_its_response_in_its_group"
+PROMPTS = (
+    "test_loop.test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval"
+)
+PASSES = "test_loop.test_each_pass_goes_through_every_response_once"
+GROUPS = "test_loop.test_a_minibatch_has_whole_groups_the_same_on_any_number_of_ranks"
+LAG = "test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls"
+ON_POLICY = "test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights"
+METRICS = "test_loop.test_a_step_logs_the_means_of_its_updates_and_the_least_e_b"
+RATES = "test_loop.test_the_rate_warms_up_over_updates_and_weights_decay_as_configured"
+HELDOUT = "test_loop.test_what_is_evaluated_is_the_policy_and_its_greedy_decoding"
+ENGINES = (
+    "test_loop.test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8"
+)
+BATCH = "test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient"
+EACH_RESPONSE = (
+    "test_train.test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large"
+)
+TWO_RANKS = "test_train.test_nor_does_a_second_rank_with_the_same_responses"
+NOT_FINITE = "test_train.test_a_number_that_is_not_finite_stops_the_run_with_the_step"
+HANDED_OUT = (
+    "test_sync.test_after_a_check_the_policy_still_hands_out_its_newest_weights"
+)
+KEEPS_WEIGHTS = (
+    "test_sync.test_a_run_whose_engine_keeps_its_weights_without_a_word_stops"
 )
 LOG_SOFTMAX = (
+    "test_rollout.test_the_policy_gives_log_softmax_of_the_logits_and_its_gradient"
+)
+LOG_PI_B = (
     "test_rollout."
-    "test_the_policy_gives_log_softmax_of_the_logits_at_sampled_and_top_tokens"
+    "test_log_pi_b_is_after_the_temperature_and_the_trainer_agrees_on_every_token"
 )
-AGREE = (
-    "test_rollout."
-    "test_engine_and_trainer_agree_on_the_log_probability_of_every_sampled_token"
+TOP_TOKENS = "test_rollout.test_the_k_likeliest_tokens_of_pi_b_are_listed_in_order"
+RESTORED = "test_checkpoints.test_moments_and_waiting_rollouts_come_back_bit_for_bit"
+ENDS_EARLY = (
+    "test_checkpoints."
+    "test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works"
 )
-TOP_TOKENS = "test_rollout.test_the_engine_lists_the_likeliest_tokens_of_pi_b_in_order"
-MICRO_BATCHES = "test_loop.test_micro_batches_change_neither_e_b_nor_the_gradient"
-SHARED_LOGP = "test_loop.test_a_shared_prompt_changes_no_log_probability"
-SHARED_GRADIENT = (
-    "test_loop.test_a_shared_prompt_changes_no_gradient_and_is_computed_once"
-)
-WHOLE_GROUPS = (
-    "test_loop.test_micro_batches_have_whole_groups_where_these_share_a_prompt"
-)
-FULL_MICRO_BATCHES = (
-    "test_loop."
-    "test_no_forward_pass_reads_more_than_micro_batch_tokens_with_shared_prompts"
-)
-TWICE = "test_loop.test_a_prompt_that_comes_twice_in_a_batch_makes_no_sequence_longer"
-LOGP_PROX = (
-    "test_loop.test_logp_prox_is_of_the_policy_before_the_first_update_on_the_batch"
-)
-NO_GRADIENT_LEFT = "test_loop.test_no_gradient_is_left_for_the_next_step"
-CHECKPOINTING = (
-    "test_loop."
-    "test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient"
-)
-SENT_WEIGHTS = (
-    "test_loop.test_the_weights_on_their_way_out_are_those_after_the_last_update"
-)
-RESTORED = "test_loop.test_a_resumed_trainer_makes_the_next_step_of_the_one_that_saved"
-WAITING = (
-    "test_resume."
-    "test_a_checkpoint_brings_back_the_waiting_rollouts_with_pi_b_of_their_top_tokens"
-)
-SHARES = (
-    "test_resume.test_joining_the_shares_of_any_number_of_ranks_gives_the_step_in_order"
-)
-EVALUATED = "test_eval.test_greedy_samples_are_scored_as_they_read"
+NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
+
+# Lines that several mistakes are about.
+MINIBATCHES = "list(torch.arange(responses).chunk(cfg.minibatches))"
+SUMS = "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)"
+E_B = "token_count, e_b = sums[0].item(), effective_sample_size(sums).item()"
+SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
 
 MISTAKES: dict[str, Mistake] = {
-    # train.py: rollouts
+    # train.py: problems and rollouts
     "the problems of a step again in the next": Mistake(
-        train.problem_numbers,
-        "first = (step - 1) * cfg.prompts_per_step",
-        "first = (step - 1) // 2 * cfg.prompts_per_step",
-        [EPOCHS],
+        train.problem_numbers, "(step - 1) * cfg", "(step - 1) // 2 * cfg", [EPOCHS]
     ),
     "the same order in every epoch": Mistake(
+        train.problem_numbers, "(cfg.seed, epoch,", "(cfg.seed, 0,", [EPOCHS]
+    ),
+    "the seed left out of the order of the problems": Mistake(
         train.problem_numbers,
-        "shuffled_epoch(cfg.seed, epoch, problem_count)",
-        "shuffled_epoch(cfg.seed, 0, problem_count)",
-        [EPOCHS],
+        "(cfg.seed, epoch,",
+        "(0, epoch,",
+        [
+            "test_loop.test_runs_of_different_seeds_have_the_problems_in_different_orders"
+        ],
     ),
     "the same sampling noise in every step": Mistake(
-        train.sample_step,
+        train.sample_batch,
         "first=(step - 1) * cfg.prompts_per_step",
         "first=0",
         [NOISE],
     ),
     "the same noise for neighboring prompts": Mistake(
-        train.sample_step, "spacing=cfg.group_size", "spacing=1", [NOISE]
+        train.sample_batch, "spacing=cfg.group_size", "spacing=1", [NOISE]
     ),
     "rollouts with the noise of the evaluation": Mistake(
-        train.sample_step,
-        "cfg.seed + 1,",
-        "cfg.seed,",
-        ["test_loop.test_the_noise_of_the_rollouts_is_not_that_of_the_evaluation"],
+        train.sample_batch, "cfg.seed + 1,", "cfg.seed,", [NOISE]
     ),
     "temperature ignored": Mistake(
-        train.sample_step,
+        train.sample_batch,
         "temperature=cfg.temperature",
         "temperature=1.0",
         [SETTINGS, HOT_POLICY],
     ),
     "top-p ignored": Mistake(
-        train.sample_step, "top_p=cfg.top_p", "top_p=1.0", [SETTINGS]
+        train.sample_batch, "top_p=cfg.top_p", "top_p=1.0", [SETTINGS]
     ),
     "every rank samples the first rank's noise": Mistake(
-        train.sample_step,
+        train.sample_batch,
         "seeds[group] for group in groups",
         "seeds[group] for group in range(len(groups))",
-        [
-            "test_loop."
-            "test_on_two_ranks_a_step_has_the_prompts_and_the_noise_that_it_has_on_one"
-        ],
+        ["test_loop.test_on_two_ranks_a_step_has_the_samples_that_it_has_on_one"],
     ),
     # train.py: rewards and advantages
-    "the answers of the next step's problems": Mistake(
-        train.add_reward,
-        "problem_numbers(cfg, step, len(problems))",
-        "problem_numbers(cfg, step + 1, len(problems))",
-        [OWN_ANSWER],
-    ),
-    "advantages within other groups": Mistake(
-        train.add_reward,
-        "rollouts.reward.view(-1, cfg.group_size)",
-        "rollouts.reward.view(cfg.group_size, -1).T",
-        [OWN_GROUP],
-    ),
-    "advantages in another order": Mistake(
-        train.add_reward, "advantage.flatten()", "advantage.T.flatten()", [OWN_GROUP]
-    ),
-    "scale_advantage ignored": Mistake(
-        train.add_reward,
-        "group_advantage(groups, cfg.scale_advantage)",
-        "group_advantage(groups)",
-        [OWN_GROUP],
+    "the answers of other problems": Mistake(
+        train.sample_batch,
+        "train.problems[numbers[group]]",
+        "train.problems[numbers[group - 1]]",
+        ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
     "the verifier of another task": Mistake(
-        train.add_reward,
+        train.sample_batch,
         "task_of(cfg.task).verifier",
         '"exact"',
         ["test_loop.test_answers_are_checked_by_the_verifier_of_the_task"],
     ),
-    # train.py and support/tasks.py: prompts
+    "advantages within other groups": Mistake(
+        train.sample_batch,
+        "rollouts.reward.view(-1, cfg.group_size)",
+        "rollouts.reward.view(cfg.group_size, -1).T",
+        [ADVANTAGE],
+    ),
+    "advantages in another order": Mistake(
+        train.sample_batch,
+        "advantage.view(-1, 1)",
+        "advantage.flip(0).view(-1, 1)",
+        [ADVANTAGE],
+    ),
+    "scale_advantage ignored": Mistake(
+        train.sample_batch, "of_groups, cfg.scale_advantage", "of_groups", [ADVANTAGE]
+    ),
+    "an advantage for padding": Mistake(
+        train.sample_batch,
+        "advantage.view(-1, 1) * rollouts.mask",
+        "advantage.view(-1, 1).expand(rollouts.mask.shape)",
+        [ADVANTAGE],
+    ),
     "the task's instruction left out": Mistake(
-        train.load_data,
-        "instruction=task_of(cfg.task).instruction",
-        "instruction=None",
-        ["test_loop.test_the_instruction_of_a_task_begins_every_prompt"],
+        train.load_data, "task_of(cfg.task).instruction", "None", [PROMPTS]
+    ),
+    "an evaluation without the task's instruction": Mistake(
+        eval.load_benchmarks, "task_of(task).instruction", "None", [PROMPTS]
     ),
     "a base model's beginning-of-sequence token left out": Mistake(
         support.tasks.encode_prompt,
@@ -202,122 +198,174 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: minibatches and micro-batches
     "every minibatch of the first rows": Mistake(
-        train.rows_of_minibatches,
-        "groups[minibatch :: cfg.minibatches]",
-        "sorted(groups)[: len(groups) // cfg.minibatches]",
-        [ONE_MINIBATCH],
+        train.minibatches,
+        MINIBATCHES,
+        "[torch.arange(responses // cfg.minibatches)] * cfg.minibatches",
+        [PASSES],
     ),
-    "minibatches that overlap": Mistake(
-        train.rows_of_minibatches,
-        "groups[minibatch :: cfg.minibatches]",
-        "groups[minibatch:]",
-        [ONE_MINIBATCH],
-    ),
-    "the same minibatches in every step and pass": Mistake(
-        train.rows_of_minibatches,
-        'random.Random(f"{cfg.seed} {step} {pass_number}")',
-        "random.Random(cfg.seed)",
-        ["test_loop.test_the_minibatches_of_each_step_and_pass_are_others"],
-    ),
-    "minibatches that are others on each rank": Mistake(
-        train.rows_of_minibatches,
-        'random.Random(f"{cfg.seed} {step} {pass_number}")',
-        'random.Random(f"{cfg.seed} {step} {pass_number} {dist.get_rank()}")',
-        [SAME_GROUPS],
-    ),
+    "a single pass": Mistake(train.minibatches, "* cfg.passes", "", [PASSES]),
     "a group split between minibatches": Mistake(
-        train.rows_of_minibatches,
-        "range(first_row, first_row + cfg.group_size)",
-        "[row + group % 2 for row in range(first_row, first_row + cfg.group_size)]",
-        [ONE_MINIBATCH, "test_loop.test_a_minibatch_has_whole_groups"],
+        train.minibatches,
+        MINIBATCHES,
+        "[torch.arange(i, responses, cfg.minibatches) for i in range(cfg.minibatches)]",
+        [GROUPS],
+    ),
+    "minibatches that do not follow the order of the prompts on a rank": Mistake(
+        train.minibatches,
+        MINIBATCHES,
+        "list(torch.arange(responses).roll(cfg.group_size).chunk(cfg.minibatches))",
+        [GROUPS],
     ),
     "micro-batches larger than allowed": Mistake(
-        train.rows_of_micro_batches,
-        "(len(newest) + 1) * length[sequence] > max_tokens",
-        "len(newest) * length[sequence] > max_tokens",
-        ["test_loop.test_micro_batches_have_each_row_once_and_keep_to_their_size"],
+        train.micro_batches,
+        "max(1, max_tokens // int(longest))",
+        "1 + max_tokens // int(longest)",
+        [EACH_RESPONSE],
     ),
-    "micro-batches that divide a group whose prompt is shared": Mistake(
-        train.rows_of_micro_batches,
-        "sequence_of_row[row]]",
-        "row]",
-        [WHOLE_GROUPS],
+    "as many micro-batches as a rank needs by itself": Mistake(
+        train.micro_batches,
+        "dist.all_reduce(longest, dist.ReduceOp.MAX)",
+        "pass",
+        ["test_train.test_ranks_make_equally_many_micro_batches_as_the_longest_allows"],
     ),
-    "micro-batches of the gradient that know nothing of shared prompts": Mistake(
-        train.accumulate_gradient, "policy.sharing", "1", [FULL_MICRO_BATCHES]
+    "every micro-batch computed twice": Mistake(
+        train.update,
+        "output if part is parts[-1] else policy(part)",
+        "policy(part)",
+        ["test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass"],
     ),
-    "micro-batches of log pi_prox that know nothing of shared prompts": Mistake(
-        train.compute_logp_prox, "policy.sharing", "1", [FULL_MICRO_BATCHES]
+    # train.py: e_B
+    "the sums of the last micro-batch alone": Mistake(
+        train.update, SUMS, SUMS.replace("+=", "="), [BATCH]
     ),
-    "a prompt shared by all groups that have it": Mistake(
-        policy.sequence_of_response, "earlier // sharing", "0", [TWICE]
+    "a micro-batch's sums left out": Mistake(
+        train.update, SUMS, f"if part is not parts[0]: {SUMS}", [BATCH]
     ),
-    "e_B of the first micro-batch": Mistake(
-        train.accumulate_gradient,
-        "gather_batch(micro_batches, logps, step)",
-        "gather_batch(micro_batches[:1], logps[:1], step)",
-        [MICRO_BATCHES],
+    "the sums of a rank's own tokens": Mistake(
+        train.update, "dist.all_reduce(sums)", "pass", [TWO_RANKS]
+    ),
+    "log pi of padding in the sums": Mistake(
+        train.update,
+        SUMS,
+        SUMS.replace("part.mask", "torch.ones_like(part.mask)"),
+        [BATCH],
+    ),
+    "|B| of one rank": Mistake(
+        train.update,
+        E_B,
+        E_B.replace("sums[0]", "rollouts.mask[rows].sum()"),
+        [TWO_RANKS],
+    ),
+    "e_B of the update before": Mistake(
+        train.update,
+        E_B,
+        E_B.replace("effective_sample_size(sums).item()", "getattr(policy, 'e_b', 1.0)")
+        + "; policy.e_b = effective_sample_size(sums).item()",
+        [BATCH],
+    ),
+    "the graph of the first micro-batch kept": Mistake(
+        train.update,
+        "torch.set_grad_enabled(part is parts[-1])",
+        "torch.set_grad_enabled(part is parts[0])",
+        [BATCH],
+    ),
+    # train.py: the gradient
+    "the KL without its gradient": Mistake(
+        train.update,
+        "kl_of_positions(top_logp, part, cfg)",
+        "kl_of_positions(top_logp.detach(), part, cfg)",
+        [BATCH],
+    ),
+    "the advantages of other rows": Mistake(
+        train.update, "part.advantage, kl", "part.advantage.flip(0), kl", [BATCH]
     ),
     "the mean of the micro-batches' means": Mistake(
-        train.accumulate_gradient,
-        "(loss * dist.get_world_size()).backward()",
-        "(loss * dist.get_world_size() / len(micro_batches)).backward()",
-        [MICRO_BATCHES],
+        train.update, ".sum() / token_count", ".mean() / len(parts)", [BATCH]
     ),
-    "the KL of the sampled token where K tokens are asked for": Mistake(
-        train.accumulate_gradient,
-        'keywords["kl"] = kl',
-        'keywords["kl"] = None',
-        ["test_loop.test_the_objective_gets_the_kl_over_the_k_likeliest_tokens"],
+    "the number of ranks left out": Mistake(
+        train.update, "share * dist.get_world_size()", "share", [TWO_RANKS]
     ),
-    # train.py: the optimizer
-    "AdamW's default weight decay": Mistake(
-        train.build_optimizer,
-        "weight_decay=cfg.weight_decay,",
-        "",
-        ["test_loop.test_weights_decay_as_configured_and_by_nothing_else"],
+    "statistics of one rank": Mistake(
+        train.update, "dist.all_reduce(totals)", "pass", [TWO_RANKS]
     ),
-    "a warm-up that never ends": Mistake(
-        train.build_optimizer,
-        "(updates + 1) / max(1, cfg.warmup_steps)",
-        "1 / max(1, cfg.warmup_steps)",
-        ["test_loop.test_the_learning_rate_warms_up_and_is_constant_from_then_on"],
+    "statistics of the last micro-batch": Mistake(
+        train.update, "totals += of_tokens", "totals = of_tokens", [BATCH]
+    ),
+    "the furthest token of the last micro-batch": Mistake(
+        train.update,
+        "torch.maximum(furthest, log_ratio.abs().max())",
+        "log_ratio.abs().max()",
+        [BATCH],
+    ),
+    "an update by an e_B that is not finite": Mistake(
+        train.update, "if not math.isfinite(e_b):", "if False:", [NOT_FINITE]
+    ),
+    "an update by a gradient that is not finite": Mistake(
+        train.apply_gradient,
+        "if not math.isfinite(grad_norm):",
+        "if False:",
+        [NOT_FINITE],
     ),
     "no gradient clipping": Mistake(
-        train.update,
-        "policy.parameters(), cfg.max_grad_norm",
-        "policy.parameters(), math.inf",
-        ["test_loop.test_a_gradient_is_clipped_to_max_grad_norm"],
+        train.apply_gradient,
+        "cfg.max_grad_norm",
+        "math.inf",
+        ["test_train.test_a_gradient_is_clipped_to_max_grad_norm"],
     ),
-    "gradients of the last step kept": Mistake(
-        train.update, "optimizer.zero_grad()", "pass", [NO_GRADIENT_LEFT]
+    "gradients of the last update kept": Mistake(
+        train.apply_gradient,
+        "optimizer.zero_grad()",
+        "pass",
+        ["test_train.test_no_gradient_is_left_for_the_next_update"],
     ),
-    "a schedule that moves once a batch": Mistake(
-        train.update,
-        "schedule.step()",
-        "schedule.step() if not history else None",
-        ["test_loop.test_every_minibatch_is_a_step_of_the_schedule"],
+    # train.py: the loop
+    "AdamW's default weight decay": Mistake(
+        train.main, "weight_decay=cfg.weight_decay, ", "", [RATES]
     ),
-    "logp_prox of the policy that sampled": Mistake(
-        train.update,
-        "compute_logp_prox(policy, rollouts, cfg)",
-        "rollouts.logp_behavior",
-        [LOGP_PROX],
+    "a warm-up that never ends": Mistake(
+        train.main,
+        "updates / max(1, cfg.warmup_steps)",
+        "1 / max(1, cfg.warmup_steps)",
+        [RATES],
     ),
-    "logp_prox of the policy before each minibatch": Mistake(
-        train.update,
-        "for rows in rows_of_minibatches(cfg, step, pass_number):",
-        "for rows in rows_of_minibatches(cfg, step, pass_number):\n"
-        "            rollouts.logp_prox = compute_logp_prox(policy, rollouts, cfg)",
-        [LOGP_PROX],
+    "a warm-up over steps": Mistake(
+        train.main, "updates += 1", "updates = step", [RATES]
     ),
-    # train.py: main, and what it evaluates
     "policy_temperature ignored": Mistake(
-        train.Run.__init__,
-        "temperature=cfg.policy_temperature",
-        "temperature=1.0",
-        [HOT_POLICY],
+        train.main, "cfg.policy_temperature", "1.0", [HOT_POLICY]
     ),
+    "a queue that is one batch short": Mistake(
+        train.main, "len(queue) <= cfg.lag", "len(queue) <= max(0, cfg.lag - 1)", [LAG]
+    ),
+    "a queue that is one batch long": Mistake(
+        train.main, "len(queue) <= cfg.lag", "len(queue) <= cfg.lag + 1", [LAG]
+    ),
+    "batches that no step uses": Mistake(
+        train.main, " and step + len(queue) <= cfg.steps", "", [LAG]
+    ),
+    "the newest batch first": Mistake(
+        train.main, "queue.popleft()", "queue.pop()", [LAG]
+    ),
+    "the sync left out": Mistake(train.main, SYNC, "pass", [ON_POLICY]),
+    "a sync of the name alone": Mistake(
+        train.main, SYNC, "engine.llm.update_weight_version(str(step))", [ON_POLICY]
+    ),
+    "a sync every other step": Mistake(
+        train.main, SYNC, f"step % 2 or {SYNC}", [ON_POLICY]
+    ),
+    "the first sync unchecked": Mistake(
+        train.main,
+        "distance = check_sync(engine, policy, train.prompts)",
+        "distance = 0.0",
+        [KEEPS_WEIGHTS],
+    ),
+    "later syncs unchecked": Mistake(
+        train.main,
+        "check_sync(engine, policy, train.prompts, distance)",
+        "pass",
+        [KEEPS_WEIGHTS],
+    ),
+    # train.py: evaluation
     "held-out accuracy at the temperature of the rollouts": Mistake(
         train.heldout_accuracy, "cfg.policy_temperature", "cfg.temperature", [HELDOUT]
     ),
@@ -328,159 +376,122 @@ MISTAKES: dict[str, Mistake] = {
         [HELDOUT],
     ),
     "the fp8 copy of the policy evaluated": Mistake(
-        train.build_engines,
-        'if cfg.rollout_quantization == "none":',
-        "if True:",
-        ["test_loop.test_what_is_evaluated_is_never_a_quantized_copy"],
+        train.build_engines, "else build()", "else engine", [ENGINES]
     ),
-    "a queue that is one batch short": Mistake(
-        train.Run.fill_queue,
-        "min(step + self.cfg.lag, self.cfg.steps)",
-        "min(step + max(0, self.cfg.lag - 1), self.cfg.steps)",
-        ["test_train.test_a_batch_is_used_lag_steps_after_it_was_sampled"],
+    "an engine that begins with the weights of the model": Mistake(
+        train.build_engines, 'load_format="dummy"', 'load_format="auto"', [ENGINES]
+    ),
+    "an evaluator without the newest weights": Mistake(
+        train.heldout_accuracy,
+        'cfg.rollout_quantization != "none"',
+        "False",
+        [
+            "test_sync.test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then"
+        ],
+    ),
+    # support/log.py
+    "the largest e_B for the smallest": Mistake(
+        support.log.Log.step, 'min(stats["ess"]', 'max(stats["ess"]', [METRICS]
+    ),
+    "the mismatch of the last update": Mistake(
+        support.log.Log.step,
+        'history[0]["mismatch_mean"]',
+        'history[-1]["mismatch_mean"]',
+        [METRICS],
+    ),
+    "the entropy of a response": Mistake(
+        support.log.Log.step,
+        "-logp.sum().item() / length.sum().item()",
+        "-(logp / length).mean().item()",
+        [METRICS],
     ),
     # policy.py
     "logits of the position after": Mistake(
-        policy.Policy.forward,
-        "+ t - 1",
-        "+ t",
-        [LOG_SOFTMAX, AGREE],
-    ),
-    "the first token predicted by the response before, in a shared sequence": Mistake(
-        policy.Policy.forward, "t == 0", "t < 0", [SHARED_LOGP]
-    ),
-    "a shared sequence that is not causal": Mistake(
-        policy.shared_sequences, "sees_itself).tril()", "sees_itself)", [SHARED_LOGP]
-    ),
-    "responses that see each other in a shared sequence": Mistake(
-        policy.shared_sequences,
-        "sees_prompt | sees_itself",
-        "sees_itself | True",
-        [SHARED_LOGP],
-    ),
-    "positions that go on through the responses of a shared sequence": Mistake(
-        policy.shared_sequences,
-        "position_ids[sequence, place] = position",
-        "position_ids[sequence, place] = place",
-        [SHARED_LOGP],
-    ),
-    "a prompt said to be shared, and computed for each response": Mistake(
-        policy.Policy.sequences,
-        "return shared_sequences(rollouts, self.sharing)",
-        "return own_sequences(rollouts)",
-        [SHARED_GRADIENT],
+        policy.Policy.forward, "position - 1]", "position]", [LOG_SOFTMAX, LOG_PI_B]
     ),
     "the policy's temperature multiplied": Mistake(
-        policy.chunk_log_probabilities, "/ temperature", "* temperature", [LOG_SOFTMAX]
+        policy.token_log_probabilities, "/ temperature", "* temperature", [LOG_SOFTMAX]
     ),
     "the KL's K tokens shifted by one": Mistake(
-        policy.Policy.forward,
-        "logp[:, 1:]",
-        "logp[:, :-1]",
-        [LOG_SOFTMAX],
-    ),
-    "gradient checkpointing that cuts the gradient": Mistake(
-        policy.build_policy,
-        "language_model.gradient_checkpointing_enable()",
-        "language_model.gradient_checkpointing_enable()\n"
-        "        language_model.base_model.layers[0].register_forward_hook(\n"
-        "            lambda layer, inputs, output: (output + output.detach()) / 2\n"
-        "        )",
-        [CHECKPOINTING],
+        policy.Policy.forward, "logp[:, 1:]", "logp[:, :-1]", [LOG_SOFTMAX]
     ),
     "gradient checkpointing left out": Mistake(
         policy.build_policy,
         "language_model.gradient_checkpointing_enable()",
         "pass",
-        [CHECKPOINTING],
+        [
+            "test_rollout.test_gradient_checkpointing_keeps_less_and_has_the_same_gradient"
+        ],
     ),
     "the weights of the last forward pass sent": Mistake(
-        policy.full_weights, "policy.reshard()", "pass", [SENT_WEIGHTS]
+        policy.check_sync, "policy.reshard()", "pass", [HANDED_OUT]
     ),
     "the tied head left out of the sync": Mistake(
         policy.full_weights,
-        "remove_duplicate=False",
-        "remove_duplicate=True",
-        [SENT_WEIGHTS],
+        "policy.model.state_dict().items()",
+        "policy.model.named_parameters()",
+        [HANDED_OUT],
     ),
     # rollout.py
     "the prefix cache kept over a sync": Mistake(
         rollout.Engine.sample,
         "if not self.llm.reset_prefix_cache():",
         "if False:",
-        [
-            "test_lost_weights."
-            "test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"
-        ],
+        ["test_sync.test_a_sync_forgets_the_prefixes_that_the_old_weights_computed"],
     ),
     "the likeliest token's log pi_b": Mistake(
-        rollout.Engine.as_rollouts,
-        "padded(all_logp[:, 0], mask)",
-        "padded(all_logp[:, 1], mask)",
-        [AGREE],
+        rollout.Engine.as_rollouts, "all_logp[:, :, 0]", "all_logp[:, :, 1]", [LOG_PI_B]
     ),
     "top tokens of another position": Mistake(
         rollout.Engine.as_rollouts,
-        "padded(all_tokens[:, 1:], mask)",
-        "padded(all_tokens[:, 1:].roll(1, dims=0), mask)",
+        "all_tokens[:, :, 1:]",
+        "all_tokens[:, :, 1:].roll(1, dims=1)",
         [TOP_TOKENS],
     ),
     "the sampled token for the likeliest one": Mistake(
         rollout.Engine.as_rollouts,
-        "padded(all_tokens[:, 1:], mask)",
-        "padded(all_tokens[:, :-1], mask)",
+        "all_tokens[:, :, 1:]",
+        "all_tokens[:, :, :-1]",
         [TOP_TOKENS],
     ),
     "the end of sequence left out of the mask": Mistake(
         rollout.Engine.as_rollouts,
-        "mask=mask,",
-        "mask=t < (response_length[:, None] - 1).clamp(min=1),",
+        "< length[:, None]",
+        "< length[:, None] - 1",
         [
-            "test_rollout."
-            "test_the_end_of_sequence_token_is_part_of_the_response_and_truncated_ones_"
-            "lack_it"
+            "test_rollout.test_the_end_of_sequence_is_in_the_mask_and_truncated_responses_lack_it"
         ],
     ),
     "rows in another order than their texts": Mistake(
         rollout.Rollouts.select,
         "[self.text[row] for row in rows]",
         "[self.text[row] for row in sorted(rows)]",
-        ["test_rollout.test_rows_keeps_the_numbers_of_each_row_and_trims_the_padding"],
+        [EACH_RESPONSE],
     ),
     "runs whose seeds overlap": Mistake(
         rollout.noise_seeds,
-        "base = random.Random(seed).getrandbits(31)",
-        "base = seed",
-        ["test_train.test_noise_seeds_never_repeat_in_a_run_and_differ_between_runs"],
+        "random.Random(seed).getrandbits(31)",
+        "seed",
+        [
+            "test_rollout.test_no_two_responses_of_a_run_and_no_two_runs_share_their_noise"
+        ],
     ),
     # reward.py
     "any word of a completion counts": Mistake(
         reward.same_words,
-        "answer_part(completion).split()[-1:]",
-        "answer_part(completion).split()[:1]",
+        ".split()[-1:]",
+        ".split()[:1]",
         ["test_reward.test_exact_verdict"],
     ),
     "the first box counts": Mistake(
         reward.last_box,
-        "if start is not None:",
-        "if start is not None and not content:",
+        'if opening["box"]:',
+        'if opening["box"] and not content:',
         ["test_reward.test_last_box_is_the_last_box_to_close"],
     ),
     # eval.py
     "every problem evaluated with the same noise": Mistake(
-        eval.evaluate,
-        "[seeds[i] for i in asked]",
-        "[seeds[0] for i in asked]",
-        [
-            "test_eval."
-            "test_the_samples_of_a_problem_do_not_depend_on_the_chunk_that_it_comes_in"
-        ],
-    ),
-    "the counts of neighboring problems": Mistake(
-        eval.evaluate,
-        "counts[i] = round(sum(of_problem))",
-        "counts[i - 1 if i else len(problems) - 1] = round(sum(of_problem))",
-        [EVALUATED],
+        eval.evaluate, "[seeds[i] for i in mine]", "[seeds[0] for i in mine]", [NOISE]
     ),
     "pass@k with replacement": Mistake(
         eval.pass_at_k,
@@ -488,19 +499,7 @@ MISTAKES: dict[str, Mistake] = {
         "1 - (1 - c / n) ** k",
         ["test_eval.test_pass_at_k_draws_without_replacement"],
     ),
-    "an evaluation without the task's instruction": Mistake(
-        eval.load_benchmarks,
-        "instruction=task_of(task).instruction",
-        "instruction=None",
-        ["test_loop.test_an_evaluation_sends_the_prompts_that_the_training_sends"],
-    ),
     # support/checkpoints.py
-    "a resume that forgets the schedule": Mistake(
-        support.checkpoints.load_checkpoint,
-        'schedule.load_state_dict(progress["schedule"])',
-        "pass",
-        [RESTORED],
-    ),
     "a resume that forgets the moments": Mistake(
         support.checkpoints.load_checkpoint,
         "dcp.load(state,",
@@ -511,33 +510,18 @@ MISTAKES: dict[str, Mistake] = {
         support.checkpoints.load_checkpoint,
         "dcp.load(state,",
         'dcp.load({"optimizer": moments},',
-        [RESTORED],
+        [ENDS_EARLY],
     ),
     "a resume that forgets the queue": Mistake(
         support.checkpoints.load_checkpoint,
-        'progress["queue"]',
-        "[]",
-        [WAITING],
+        'step-")), waiting',
+        'step-")), []',
+        [RESTORED],
     ),
     "a resume that goes on from the oldest checkpoint": Mistake(
         support.checkpoints.load_checkpoint,
-        "*older, newest = listed[0]",
-        "newest, *older = listed[0]",
-        [
-            "test_resume."
-            "test_the_last_k_checkpoints_are_kept_and_an_unfinished_one_is_overwritten"
-        ],
-    ),
-    "a resume that splits groups between ranks": Mistake(
-        support.checkpoints.share_of_rank,
-        "row // group_size % world == rank",
-        "row % world == rank",
-        [SHARES],
-    ),
-    "a checkpoint of ranks one after the other": Mistake(
-        support.checkpoints.join_ranks,
-        "row // group_size * world + rank",
-        "row // group_size + 1000 * rank",
-        [SHARES],
+        "checkpoints(out)[-1]",
+        "checkpoints(out)[0]",
+        [NEWEST],
     ),
 }
