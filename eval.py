@@ -98,14 +98,16 @@ def with_interval(passes: list[list[float]]) -> dict[str, Any]:
     """The mean of pass@k over tasks, and a 95% interval of it.
 
     `passes` has the pass@k of the problems of each task. The interval is scipy's
-    percentile bootstrap over problems. Where all problems are alike, all solved or all
-    not, every resample would be the same; the interval is then the exact binomial one,
-    of the task with the fewest problems.
+    percentile bootstrap over problems. If the value is 0 or 1, every resample would be
+    the same, so the interval is the exact binomial one of the task with the fewest
+    problems. A task with a single problem tells nothing: its interval is 0 to 1.
     """
     samples = [np.array(of_task) for of_task in passes]
     value = float(mean_of_means(*samples))
-    if value in (0.0, 1.0):
-        fewest = min(len(of_task) for of_task in passes)
+    fewest = min(len(of_task) for of_task in passes)
+    if fewest == 1:
+        low, high = 0.0, 1.0
+    elif value in (0.0, 1.0):
         low, high = binomtest(round(fewest * value), fewest).proportion_ci()
     else:
         low, high = bootstrap(
@@ -142,7 +144,7 @@ def evaluate(
     seed: int = 0,
     **sampling: Any,
 ) -> list[int]:
-    """How many of `samples` responses to each problem are right, on every rank.
+    """How many of `samples` responses to each problem are right. Every rank gets all.
 
     The ranks share the problems, with noise that depends on the problem alone.
     `sampling` are vLLM's SamplingParams. A collective.

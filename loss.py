@@ -18,10 +18,10 @@ On a fresh batch e_B is near 1: hardly any weight is cut, the KL hardly counts, 
 is REINFORCE with a baseline. On a stale batch e_B falls: the cap tightens, and the KL
 pulls pi_theta back to pi_b. e_B is measured, so nothing is left to tune.
 
-An objective is a function of five arguments. The tensors are aligned with the
-responses, [N, T] for N responses of at most T tokens, in nats, and e_B is a number. It
-returns the loss of each token, [N, T]. Which entries are tokens, how many tokens B has,
-and what other micro-batches and ranks add is the business of `update` in train.py.
+An objective is a function of five arguments: log pi_theta, log pi_b, the advantage and
+the KL, each [N, T] for N responses of at most T tokens, and the number e_B. Logarithms
+are in nats. It returns the loss of each token, [N, T]. `update` in train.py leaves out
+the padding and averages over B.
 
     python loss.py      # what e_B does to a few small batches
 """
@@ -31,8 +31,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# kl_divergence puts all tokens that are not listed into one bucket. The probability of
-# the bucket counts as at least this much.
+# kl_divergence puts all tokens that are not listed into one bucket, and raises the
+# probability of the bucket to at least this.
 REST_FLOOR = 1e-5
 
 
@@ -40,11 +40,11 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group. The deviation is the sample's (n - 1), plus 1e-6. The paper
-    has the population's, by which advantages are larger: 1.07 times at G = 8. Equal
-    rewards have advantage 0.
+    deviation of the group, plus 1e-6. As in the authors' code the deviation is over
+    G - 1. In the paper it is over G, so its advantages are 1.07 times as large at G =
+    8. Equal rewards have advantage 0.
     """
-    # Where all rewards are equal this makes them 0, and their advantages exactly 0.
+    # If all rewards are equal, this makes all of them exactly 0.
     reward = reward - reward[..., :1]
     advantage = reward - reward.mean(dim=-1, keepdim=True)
     if scale:
@@ -53,11 +53,10 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
 
 
 def ratio_sums(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """What (11) needs of some of the tokens: float64, [3].
+    """The number of tokens, the sum of rho, and the sum of rho^2: float64, [3].
 
-    The number of tokens, the sum of rho, and the sum of rho^2. The sums of all
-    micro-batches on all ranks add up to those of B. log_ratio is log rho, [N, T], and
-    the mask (bool, [N, T]) tells which entries are tokens.
+    The sums of all micro-batches on all ranks add up to those of B. log_ratio is log
+    rho, [N, T], and the mask (bool, [N, T]) tells which entries are tokens.
     """
     ratio = log_ratio.detach()[mask].double().exp()  # (7)
     count = torch.tensor(float(ratio.numel()), dtype=torch.float64, device=ratio.device)
@@ -69,11 +68,11 @@ def effective_sample_size(sums: Tensor) -> Tensor:
 
     `sums` is the `ratio_sums` of the whole batch. Equal ratios give 1, one dominant
     ratio 1/|B|. With CV the coefficient of variation of rho, e_B = 1 / (1 + CV^2),
-    which over samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). |B| times it
-    is the usual effective sample size. Metrics call it ess.
+    which over samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). In the
+    metrics e_B is called ess.
 
-    It is NaN without tokens, where a ratio is not finite, or where all |log rho| are so
-    large (over 350 nats) that float64 cannot hold rho^2.
+    e_B is NaN if there are no tokens, if a ratio is not finite, or if rho^2 overflows
+    or underflows float64, which happens from 350 nats on.
     """
     count, total, total_of_squares = sums
     ess = total.square() / (count * total_of_squares)
@@ -89,14 +88,11 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     grows with K, and is the KL itself when K is the vocabulary. Its gradient goes to
     logp, through the bucket as well.
 
-    The bucket's probability is one less the sum of the others. Where they hold nearly
-    all, that is nothing but the rounding of float32 logarithms, about 1e-6. So it
-    counts as at least REST_FLOOR, for both policies. This can only lower the value: for
-    true probabilities p and b of the bucket, by p log(p/b) - p + b at most. And it can
-    only weaken the pull: there is none through the bucket where pi_theta's is below the
-    floor, and p log(p/REST_FLOOR) in place of p log(p/b) where only pi_b's is.
+    The bucket holds 1 - sum(p). Where the listed tokens hold nearly everything, this is
+    only the rounding of float32 logarithms, about 1e-6. So both policies' buckets are
+    raised to REST_FLOOR, which can only lower the KL and weaken its pull.
 
-    +inf where pi_theta has probability on a listed token that pi_b never samples.
+    It is +inf if pi_theta may sample a listed token that pi_b never samples.
     """
     logp = logp.double()
     logp_behavior = logp_behavior.detach().double()
@@ -104,10 +100,10 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b = logp_behavior.exp()
     p_rest = (1 - p.sum(dim=-1)).clamp(min=REST_FLOOR)
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
-    # A token that pi_theta cannot sample adds nothing, whatever its log-ratio.
+    # A token that pi_theta cannot sample adds nothing: 0 log 0 is 0.
     log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
-    # Over all tokens -p + b adds up to nothing. Term by term it makes each one 0 or
-    # more, and takes out that rounded probabilities do not quite sum to one.
+    # -p + b sums to 0 over all tokens. Added term by term it makes every term 0 or
+    # more, and cancels the rounding of probabilities that do not quite sum to 1.
     listed = (p * log_ratio - p + b).sum(dim=-1)
     rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest
     return listed + rest
@@ -116,11 +112,10 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
 def restrict_to_support(logp: Tensor, logp_behavior: Tensor) -> tuple[Tensor, Tensor]:
     """What `kl_divergence` compares when rollouts were sampled with top-p or top-k.
 
-    pi_b is then zero on most of the vocabulary, and KL(pi_theta || pi_b) infinite. What
-    is meant is that pi_theta, where pi_b samples at all, should not move away from it:
-    both policies are renormalized to those of the K listed tokens that pi_b can sample
-    (its log-probability is finite). Tokens outside are neither learned about nor held
-    back. Both are [..., K], and so are the results, with -inf for a token outside.
+    These set pi_b to 0 on most tokens, so KL(pi_theta || pi_b) is infinite. Instead
+    both policies are renormalized to the listed tokens that pi_b can sample, and
+    compared on these. No other token is pulled anywhere. Both are [..., K], and so are
+    the results, with -inf for a token that pi_b cannot sample.
     """
     logp = logp.masked_fill(logp_behavior == -torch.inf, -torch.inf)
     return logp.log_softmax(dim=-1), logp_behavior.log_softmax(dim=-1)
@@ -131,9 +126,9 @@ def p3o(
 ) -> Tensor:
     """P3O (12), the loss of each token: [N, T]. It has no hyper-parameters.
 
-    logp, log pi_theta of the sampled tokens, and kl, the KL of (12) at each position,
-    carry the gradient. logp_behavior is log pi_b of the same tokens. All are [N, T], as
-    the advantage is. e_b is e_B of the whole batch.
+    logp is log pi_theta of the sampled tokens, and logp_behavior log pi_b of the same.
+    kl is the KL of (12) at each position. logp and kl carry the gradient. All of them
+    and the advantage are [N, T]. e_b is e_B of the whole batch.
     """
     rho = (logp - logp_behavior).exp()  # (7)
     weight = rho.clamp(max=e_b).detach()  # sg(min(rho, e_B))
@@ -143,7 +138,7 @@ def p3o(
 def reinforce(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """-A log pi_theta (Williams 1992): the ratio is not looked at. As p3o."""
+    """-A log pi_theta (Williams 1992), which ignores rho. The arguments are p3o's."""
     return -advantage * logp
 
 
@@ -156,13 +151,13 @@ def grpo(
     *,
     eps: float = 0.2,
 ) -> Tensor:
-    """PPO's clipped loss, (4) in the P3O paper, on group advantages. As p3o.
+    """PPO's clipped loss, (4) in the P3O paper, on group advantages.
 
-    (4) is equation 7 of arXiv 1707.06347. A token whose ratio has left the range in the
-    direction of its advantage has no gradient. On the other side the weight rho A has
-    no bound. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
-    adds a KL to a fixed reference model. Here every token counts the same, and there is
-    no reference model.
+    The arguments are p3o's, and eps is the clip range. (4) is equation 7 of arXiv
+    1707.06347. A token whose ratio has left the range in the direction of its advantage
+    has no gradient. In the other direction nothing bounds rho A. GRPO (arXiv
+    2402.03300, equation 3) averages over responses first, and adds a KL to a fixed
+    reference model. Here every token counts the same, and there is no reference model.
     """
     rho = (logp - logp_behavior).exp()
     clipped = rho.clamp(1 - eps, 1 + eps)
@@ -182,6 +177,7 @@ def main() -> None:
         "fresh": [1.0, 1.0, 1.0, 1.0],
         "a little stale": [0.8, 0.9, 1.1, 1.2],
         "stale": [0.2, 0.5, 1.0, 2.3],
+        "one high ratio": [1.0, 1.0, 1.0, 4.0],
         "one outlier": [1.0, 1.0, 1.0, 500.0],
     }
     title = "rho of four tokens, A = 1"

@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from rollout import Engine, Rollouts
 from support.command import Refused
 
-# Response tokens whose logits exist at the same time.
-CHUNK = 1024
+CHUNK = 1024  # response tokens whose logits exist at the same time
 # How far engine and policy may be apart after a sync, as mean |log pi_theta - log pi_b|
-# in nats a token. Rounding makes up to 0.03 of it, and fp8 up to 0.2; a layer without
+# in nats a token. Rounding makes up to 0.03 of it, and fp8 up to 0.2. A layer without
 # its weights makes several nats.
 LIMIT_AT_START = 0.5
-# Later the limit is this, beside five times what the distance was at the start.
-LIMIT = 0.05
+# The later limit is five times the distance at the start, plus this.
+ALLOWANCE = 0.05
 
 
 class Policy(torch.nn.Module):
@@ -52,8 +51,7 @@ class Policy(torch.nn.Module):
         hidden = output[0][row, position - 1]  # [M, D]; the token before predicts it
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
         tokens = torch.cat([sampled_token, rollouts.top_tokens[row, t]], dim=1)
-        # In float32 once, for all chunks: so their gradients of it are also added up in
-        # float32.
+        # Cast once, outside the chunks, so that their gradients add up in float32.
         head = self.model.get_output_embeddings().weight.float()  # [V, D]
         chunks = [
             checkpoint(
@@ -114,11 +112,11 @@ def build_policy(
         cast_forward_inputs=False,
     )
     policy = Policy(language_model, temperature)
-    # Each layer moves to the device alone, and only its shard stays there.
+    # One layer after another moves to the device, and only this rank's shard stays.
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    # In training mode, without which there is no gradient checkpointing.
+    # transformers checkpoints gradients in training mode only.
     return policy.train()
 
 
@@ -157,14 +155,16 @@ def check_sync(
     samples = samples.select(torch.arange(len(prompts)), device)
     with torch.no_grad():
         logp, _ = policy(samples)
-    # A pass without gradient leaves the root gathered, with weights that the next
-    # optimizer step makes old.
+    # A pass without gradient leaves the root unsharded, and the next forward pass would
+    # use its old weights.
     policy.reshard()
     distance = (logp - samples.logp_behavior).abs()[samples.mask].mean()
-    # A maximum over ranks could pass over the NaN of one of them.
+    # A maximum over ranks may ignore NaN.
     distance = distance.nan_to_num(nan=torch.inf)
     dist.all_reduce(distance, dist.ReduceOp.MAX)
-    limit = LIMIT_AT_START if at_start is None else 5 * at_start + LIMIT
+    limit = LIMIT_AT_START
+    if at_start is not None:
+        limit = min(limit, 5 * at_start + ALLOWANCE)
     if distance > limit:
         raise Refused(
             f"after the sync of weights {samples.weight_version}, engine and policy "

@@ -9,8 +9,9 @@ A completion is judged in three steps:
 docs/rewards.md lists what was decided in each step, and why.
 
 Completions are untrusted text to compare, never code to run. Comparing words and
-numbers is safe. Comparing formulas may take forever, as with 98^{97^{96}}:
-support/judge.py does that, in processes with a bound on time and memory.
+numbers is safe. Comparing formulas may never end, as with 98^{97^{96}}. So
+support/judge.py compares them in processes with a limit of time and memory. An answer
+that meets the limit counts as wrong.
 """
 
 import re
@@ -24,7 +25,7 @@ from support.tasks import Row, load_rows, say_once, source_of, task_of
 
 # --- 1. Where the final answer is
 
-# A brace that is not escaped; the first of a box together with its command.
+# A brace that is not escaped, with the \boxed in front of it if there is one.
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)[{}]")
 
 

@@ -36,12 +36,12 @@ class Rollouts:
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of these, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without special tokens
-    weight_version: str  # of the weights that sampled: the number of steps they had
+    weight_version: str  # the step after which the weights that sampled were taken
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], the same for a response's tokens
 
     def select(self, rows: torch.Tensor, device: torch.device) -> "Rollouts":
-        """These responses on this device, without the padding that only others need."""
+        """These responses on this device, as wide as the longest of them needs."""
         response_length = self.mask[rows].sum(dim=1)
         longest_response = int(response_length.max())
         longest = int((self.prompt_length[rows] + response_length).max())
@@ -59,9 +59,9 @@ class Rollouts:
 def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
 
-    Its dimensions are (nodes, ranks of a node). It comes before the engine,
-    which would otherwise make a group of its own, of the wrong size. Raises Refused
-    where torch is built for CUDA and finds no GPU.
+    The mesh is [nodes, ranks of a node]. Call this before building an Engine, which
+    would otherwise make a process group of its own, of the wrong size. Raises Refused
+    if torch is built for CUDA and finds no GPU.
     """
     if "RANK" not in os.environ:
         # Not under torchrun. Port 0 is any free one.
@@ -74,8 +74,8 @@ def init_distributed() -> dist.DeviceMesh:
     if torch.cuda.is_available():
         device_type = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Without a device_id: with one torch splits NCCL's communicator for each group
-        # of the mesh and of vLLM, which has hung (pytorch issue 145376).
+        # We pass no device_id. With one torch would split NCCL's communicator for each
+        # group of the mesh and of vLLM, which has hung (pytorch issue 145376).
         dist.init_process_group("cpu:gloo,cuda:nccl")
     elif torch.version.cuda:
         raise Refused(
@@ -103,9 +103,9 @@ def prompts_of_rank(prompt_count: int) -> range:
 def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
     """Seeds of the sampling noise of prompts first, first + 1, ... of a run.
 
-    The engine adds j for response j to a prompt, hence the spacing. All are different
-    within a run. A hash of the run's own seed places their range: those of runs 0, 1,
-    ... would otherwise overlap.
+    The engine adds j for response j to a prompt, hence the spacing. So all responses of
+    a run have different seeds. The run's own seed is hashed, so that runs 0 and 1 do
+    not share their noise.
     """
     base = random.Random(seed).getrandbits(31)
     return [base + (first + prompt) * spacing for prompt in range(count)]
@@ -167,8 +167,8 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-            # The cache has its size. vLLM wants this share of the memory to be free,
-            # and does not use it.
+            # The line above sets the cache. vLLM only checks that this share of the
+            # memory is free.
             gpu_memory_utilization=0.01,
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,
@@ -190,13 +190,13 @@ class Engine:
         """
         from vllm import SamplingParams, distributed
 
-        # After a sync its entries are those of older weights. And a resumed run, which
-        # is to sample the same, has none.
+        # The prefix cache holds what older weights computed. And a resumed run, which
+        # has to sample the same, starts without one.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM kept its prefix cache: is another thread sampling?"
             )
-        # The prompts of all ranks that share this engine, of which it answers all.
+        # The engine answers the prompts of all ranks that share it.
         tp_group = distributed.get_tp_group()
         of_ranks: list = [None] * tp_group.world_size
         mine = list(zip(prompts, seeds, strict=True))
@@ -228,8 +228,8 @@ class Engine:
         responses = [response for output in outputs for response in output.outputs]
         listed_tokens, listed_logp = [], []
         for response in responses:
-            # For each token of the response vLLM lists it, and then the K most likely
-            # ones. numpy reads a list faster than torch does.
+            # At each position vLLM lists the sampled token, and then the K likeliest.
+            # numpy reads a list faster than torch does.
             shape = (len(response.token_ids), 1 + self.top_logprobs)
             listed = response.logprobs
             token_ids = np.array(listed.token_ids, dtype=np.int64)
@@ -243,7 +243,8 @@ class Engine:
             torch.tensor(prompt + list(response.token_ids))
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        versions = {span.version for r in responses for span in r.weight_versions}
+        # ValueError if there are several: then the weights changed while it sampled.
+        [version] = {span.version for r in responses for span in r.weight_versions}
         return Rollouts(
             tokens=pad_sequence(sequences, batch_first=True),
             prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
@@ -255,8 +256,7 @@ class Engine:
             text=self.tokenizer.batch_decode(
                 [response.token_ids for response in responses], skip_special_tokens=True
             ),
-            # One version, or something is very wrong.
-            weight_version=" and ".join(sorted(versions)),
+            weight_version=version,
         )
 
     def load_weights(
@@ -265,8 +265,8 @@ class Engine:
         """Replace all weights, and call them `version`. A collective.
 
         `weights` are the (name, tensor) pairs of a state_dict, with both names of a
-        tied head. vLLM gets copies, so each may be freed when the next one is asked
-        for. It loads them as it loads a checkpoint, so fp8 is quantized anew.
+        tied head. vLLM gets copies, so the caller may free each tensor afterwards.
+        It loads them as it loads a checkpoint, so fp8 is quantized anew.
         """
 
         def copies() -> Iterator[tuple[str, torch.Tensor]]:
@@ -287,7 +287,7 @@ class Engine:
             self.llm.sleep(level=2)
 
     def close(self) -> None:
-        """End the engine and the process group: the last thing that a rank does."""
+        """End the engine, which ends the process group: the last thing a rank does."""
         self.llm.llm_engine.engine_core.shutdown()
 
 

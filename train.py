@@ -74,9 +74,9 @@ SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
 
 class Config(Flags):
-    """A run. How far its data is off-policy is set by temperature (against
-    policy_temperature), top_p, top_k, rollout_quantization, lag, and passes x
-    minibatches; rounding adds a little. --config FILE.yaml sets any of these fields."""
+    """A run. These fields make its data off-policy: temperature (another than
+    policy_temperature), top_p, top_k, rollout_quantization, lag, passes and
+    minibatches. --config FILE.yaml sets any field."""
 
     model: str = "tiny"
     """the initial policy: a model folder or a hub name"""
@@ -103,21 +103,21 @@ class Config(Flags):
     group_size: Annotated[int, Field(ge=2)] = 8
     """G, the responses to a prompt"""
     passes: PositiveCount = 1
-    """how often a rollout batch is gone through"""
+    """how many times to learn from each rollout batch"""
     minibatches: PositiveCount = 2
     """optimizer steps of a pass; the batch B of each is a minibatch"""
 
     # The rollouts
     temperature: Temperature = 1.0
-    """of the rollouts; another than policy_temperature is off-policy"""
+    """sampling temperature of the rollouts"""
     top_p: Probability = 1.0
-    """of the rollouts; below 1 the KL is over the support: loss.restrict_to_support"""
+    """nucleus of the rollouts; below 1 the KL is over it: loss.restrict_to_support"""
     top_k: Count = 0
-    """of the rollouts, likewise; 0: all tokens"""
+    """sample among the k likeliest tokens only; 0: among all"""
     top_logprobs: PositiveCount = 20
     """K: the KL is over the K likeliest tokens of pi_b and one bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
-    """of the engine's linear layers, weights and activations"""
+    """how the engine's linear layers compute while it samples rollouts"""
     lag: Count = 0
     """steps between the sampling of a batch and its use"""
     max_prompt_tokens: Count = 0
@@ -127,13 +127,13 @@ class Config(Flags):
 
     # The update
     policy_temperature: Temperature = 1.0
-    """of pi_theta, in training and evaluation"""
+    """temperature of pi_theta, in training and evaluation"""
     learning_rate: PositiveAmount = 1e-4
-    """of AdamW, constant after the warm-up"""
+    """learning rate of AdamW, constant after the warm-up"""
     warmup_steps: Count = 5
-    """optimizer steps of linear warm-up"""
+    """optimizer steps over which the learning rate rises to its value"""
     weight_decay: Amount = 0.0
-    """of AdamW"""
+    """weight decay of AdamW"""
     max_grad_norm: PositiveAmount = 1.0
     """clip the gradient to this norm"""
 
@@ -143,9 +143,9 @@ class Config(Flags):
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the engine computes in it; auto: bfloat16 where that is fast, else float32"""
     micro_batch_tokens: PositiveCount = 16384
-    """of one forward pass, padding included: it sets the memory, not the result"""
+    """tokens of a forward pass, padding included: sets the memory, not the result"""
     gradient_checkpointing: bool = False
-    """trade a second forward pass for the memory of activations"""
+    """compute activations twice instead of keeping them"""
     rollout_tp: PositiveCount = 1
     """ranks of a node that share an engine (tensor parallelism)"""
     kv_cache_gb: PositiveAmount = 0.25
@@ -155,26 +155,23 @@ class Config(Flags):
 
     # What is measured and kept
     eval_every: Count = 10
-    """steps between evaluations, beside those before and after; 0: no others"""
+    """evaluate every so many steps; 0: only before and after training"""
     eval_problems: Count = 512
-    """held-out problems to evaluate on; 0: all"""
+    """how many held-out problems to evaluate on; 0: all"""
     save_every: Count = 0
-    """steps between checkpoints; 0: none"""
+    """write a checkpoint every so many steps and after the last; 0: none"""
     resume: bool = False
     """go on from the newest checkpoint of out_dir"""
     seed: Count = 0
-    """of the order of the problems and of the rollouts' noise"""
+    """decides the order of the problems and the noise of the rollouts"""
     verbose: bool = False
     """show the messages of vLLM and torch"""
 
 
 def check_config(cfg: Config) -> None:
-    """Settle the dtypes that are "auto", and refuse what does not go together.
-
-    Raises Refused, also where a field does not go with the number of ranks.
-    """
+    """Resolve the dtypes that are "auto". Raises Refused if fields conflict."""
     if cfg.rollout_quantization != "none" and cfg.rollout_dtype == "float32":
-        raise Refused("rollout_dtype is float32, beside which vLLM has no fp8")
+        raise Refused("rollout_dtype is float32: fp8 rollouts need bfloat16")
     if cfg.dtype == "auto":
         cfg.dtype = default_dtype()
     if cfg.rollout_dtype == "auto":
@@ -238,8 +235,8 @@ def sample_batch(
 ) -> Rollouts:
     """This rank's share of a step's rollout batch, with rewards and advantages.
 
-    The noise of a group depends on its place in the run alone, so it is the same for
-    any number of ranks, and the samples are, to rounding. A collective.
+    The noise of a group depends only on its place in the run. So any number of ranks
+    draws the same samples, up to rounding. A collective.
     """
     groups = prompts_of_rank(cfg.prompts_per_step)
     numbers = problem_numbers(cfg, step, len(train.prompts))
@@ -273,10 +270,11 @@ def sample_batch(
 
 
 def minibatches(cfg: Config, responses: int) -> list[torch.Tensor]:
-    """This rank's rows of each batch B of a step: `passes` times all of them, in order.
+    """This rank's rows of each batch B of a step: one list of them for each update.
 
-    On any number of ranks a minibatch has the same prompts, as rank r of w has those
-    with the numbers r, r + w, ...
+    Its rows are cut into minibatches, in order, and the list is repeated `passes`
+    times. Rank r of w has the prompts r, r + w, ..., so the prompts of a minibatch are
+    the same on any number of ranks.
     """
     return list(torch.arange(responses).chunk(cfg.minibatches)) * cfg.passes
 
@@ -287,7 +285,7 @@ def micro_batches(
     """These responses in parts of at most max_tokens each, padding included.
 
     The longest response on any rank decides how many go into a part, one at least. So
-    every rank has equally many parts: FSDP needs all ranks in every forward pass.
+    every rank has equally many parts, as FSDP needs all ranks in every forward pass.
     Responses are sorted by length, so that little of a part is padding. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
@@ -317,37 +315,36 @@ def update(
     cfg: Config,
     step: int,
 ) -> dict[str, float]:
-    """One optimizer step on the batch B: these rows of every rank; its statistics.
+    """Make one optimizer step on B, these rows of every rank, and return its metrics.
 
-    How B is divided into micro-batches and ranks changes neither e_B nor the gradient,
-    but for rounding. A collective; FloatingPointError where either is not finite.
+    How B is divided into micro-batches and ranks changes e_B and the gradient by
+    rounding alone. A collective. FloatingPointError if either is not finite.
     """
     device = next(policy.parameters()).device
-    parts = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
-
-    # e_B needs rho on all of B before any token has its weight. This pass is without
-    # gradient, but for the last part: its graph is kept, and needs no second pass.
+    *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
+    # First pass: e_B needs rho on all of B before any token has its weight. Only the
+    # last part builds a graph. It is used below, so that one part needs no second pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for part in parts:
-        with torch.set_grad_enabled(part is parts[-1]):
+    for part in [*others, last]:
+        with torch.set_grad_enabled(part is last):
             output = policy(part)
         sums += ratio_sums(output[0] - part.logp_behavior, part.mask)
     dist.all_reduce(sums)
     token_count, e_b = sums[0].item(), effective_sample_size(sums).item()  # (11)
     if not math.isfinite(e_b):
         raise FloatingPointError(
-            f"step {step}: e_B is not finite, as a ratio is not, or all are e^350 and "
-            "more: look at the learning rate, and at mismatch_max before"
+            f"step {step}: e_B is not finite, as some ratio is not: lower the learning "
+            "rate, and look at mismatch_max of the steps before"
         )
 
     totals = torch.zeros(4, dtype=torch.float64, device=device)
     furthest = torch.zeros((), device=device)
-    for part in reversed(parts):
-        logp, top_logp = output if part is parts[-1] else policy(part)
+    for part in [last, *others]:
+        logp, top_logp = output if part is last else policy(part)
         kl = kl_of_positions(top_logp, part, cfg)  # [N, T]
         loss = loss_fn(logp, part.logp_behavior, part.advantage, kl, e_b)  # [N, T]
-        # FSDP averages the gradients of the ranks, and (12) sums over them.
-        share = loss[part.mask].sum() / token_count  # a part of the mean over B
+        share = loss[part.mask].sum() / token_count  # of the mean over B
+        # FSDP averages the ranks' gradients. We need their sum, so times the ranks.
         (share * dist.get_world_size()).backward()
 
         log_ratio = (logp - part.logp_behavior).detach()  # [N, T]
@@ -358,7 +355,6 @@ def update(
     dist.all_reduce(totals)
     dist.all_reduce(furthest, dist.ReduceOp.MAX)
     loss, kl, clip_fraction, mismatch_mean = (totals / token_count).tolist()
-
     grad_norm = apply_gradient(policy, optimizer, cfg, step)
     return {
         "loss": loss,
@@ -397,7 +393,7 @@ def heldout_accuracy(
     it tells whether it has learned. A collective.
     """
     if cfg.rollout_quantization != "none":
-        # Another engine than the one that the sync brings the weights to.
+        # The sync has not updated this second engine.
         evaluator.load_weights(full_weights(policy), version="evaluation")
     temperatures = {"heldout_pass@1": cfg.policy_temperature, "heldout_greedy": 0.0}
     accuracy = {}
@@ -416,8 +412,8 @@ def heldout_accuracy(
 def load_data(cfg: Config) -> tuple[PreTrainedTokenizerBase, Split, Split, int]:
     """The model's tokenizer, the problems to train on, and those held out.
 
-    And how many tokens the longest prompt has with a response of full length. Raises
-    Refused where there is no such model or task, or where no problem fits.
+    The last value is the number of tokens of the longest prompt with a response of full
+    length. Raises Refused if there is no such model or task, or no problem fits.
     """
     tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
     check_trainable(cfg.model)
@@ -455,22 +451,22 @@ def make_out_dir(cfg: Config) -> Path:
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
-    """Whether a step is one of `every` so many, or the last."""
+    """True every `every` steps, unless that is 0, and at the last step."""
     return step == cfg.steps or (every > 0 and step % every == 0)
 
 
 def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     """The engine that samples rollouts, and the one that evaluates.
 
-    They are the same, but for fp8 rollouts: what is evaluated is the policy, in
-    rollout_dtype, and not its quantized copy. vLLM allows one engine that sleeps in a
-    process, so the second one never does.
+    With fp8 rollouts there are two engines, since the policy is evaluated and not its
+    quantized copy. vLLM lets only one engine of a process sleep, so the second stays
+    awake.
     """
     build = partial(
         Engine,
         cfg.model,
         max_model_len,
-        # Random weights: what the sync never brings then shows in check_sync.
+        # Random weights. If a sync misses one, it stays random, and check_sync fails.
         load_format="dummy",
         tp=cfg.rollout_tp,
         dtype=cfg.rollout_dtype,
@@ -513,8 +509,8 @@ def main() -> None:
     if done == 0:
         log.before(heldout_accuracy(evaluator, policy, cfg, heldout))
     for step in range(done + 1, cfg.steps + 1):
-        # 1 rollout, 2 reward: until `lag` batches wait behind the one that is used now.
-        # Step 1 fills the queue. No batch is sampled that no step will use.
+        # 1 rollout, 2 reward: sample ahead until `lag` batches wait behind this one. So
+        # at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), train, log))
         rollouts = queue.popleft()
@@ -533,7 +529,7 @@ def main() -> None:
         # 4 sync
         with log.phase("sync"):
             engine.load_weights(full_weights(policy), version=str(step))
-        if step % SYNC_CHECK_EVERY == 0:
+        if is_due(SYNC_CHECK_EVERY, step, cfg):
             check_sync(engine, policy, train.prompts, distance)
 
         # 5 evaluate, log, save

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from support.command import Refused
 
 KEPT = 2  # checkpoints of a run, the newest
-# Fields that a resumed run may change, as they do not change what it learns.
-MAY_DIFFER = {"steps", "eval_every", "save_every", "resume", "verbose"}
+# Fields that a resumed run may change, as they do not change what it learns. With a lag
+# `steps` does: a run samples nothing that its last step will not use.
+MAY_DIFFER = {"eval_every", "save_every", "resume", "verbose"}
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -48,7 +49,8 @@ def check_out_dir(cfg: Any) -> None:
     stored = json.loads((out / "config.json").read_text())
     config = {**cfg.model_dump(), "ranks": int(os.environ.get("WORLD_SIZE", 1))}
     for name, value in config.items():
-        if name not in MAY_DIFFER and stored.get(name) != value:
+        may_differ = name in MAY_DIFFER or (name == "steps" and cfg.lag == 0)
+        if stored.get(name) != value and not may_differ:
             raise Refused(
                 f"--resume: {name} was {stored.get(name)!r} in {out} and is {value!r}; "
                 "go on with what it was"

@@ -30,7 +30,7 @@ NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):
-    """What the user gave cannot run, for the reason that it says in one sentence."""
+    """A run cannot start or go on, for the reason that it says in one sentence."""
 
 
 class Flags(BaseSettings):

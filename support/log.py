@@ -15,7 +15,8 @@ as means over its updates, each of the whole batch B of the update:
     ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio                mean of rho
-    clip_fraction        share of the tokens with rho > e_B, which the cap of P3O cuts
+    clip_fraction        share of the tokens with rho > e_B, which the cap of P3O cuts;
+                         half of a fresh batch, by next to nothing
     grad_norm            before clipping
 
 of one update:
@@ -154,7 +155,8 @@ class Log:
         if dist.get_rank() > 0:
             return
         rows = [json.loads(line) for line in open(self.out / "metrics.jsonl")]
-        before, after, steps = rows[0], rows[-1], rows[1:]
+        evaluated = [row for row in rows if "heldout_greedy" in row]
+        before, after, steps = evaluated[0], evaluated[-1], rows[1:]
         print(f"\n{'':24}  before   after")
         for name, title in (("pass@1", "sampled"), ("greedy", "greedy ")):
             values = [row[f"heldout_{name}"] for row in (before, after)]
