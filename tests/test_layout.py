@@ -11,7 +11,6 @@ from conftest import ROOT
 
 SCRIPTS = ("loss", "reward", "rollout", "policy", "train", "eval")
 CORE = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]
-FOLDERS = ("support", "experiments", "tests", "tiny", "recipes", "assignment")
 
 
 def module_of(path: Path) -> str:
@@ -59,13 +58,6 @@ def test_a_script_shows_its_own_work(script):
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 4
-
-
-def test_no_line_of_python_is_wider_than_88_columns():
-    files = CORE + [file for name in FOLDERS for file in (ROOT / name).glob("**/*.py")]
-    for path in files:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            assert len(line) <= 88, f"{path}:{number}"
 
 
 def test_equations_are_called_by_the_papers_numbers():
