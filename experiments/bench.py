@@ -33,6 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
@@ -48,7 +49,7 @@ from reward import load_task
 from rollout import Engine, Rollouts, init_distributed
 from support.command import Flags, PositiveCount, Refused, parse_flags, run_script
 from support.log import PHASES, Log
-from support.tasks import task_of
+from support.tasks import check_model, task_of
 from train import (
     Config,
     build_engines,
@@ -73,7 +74,7 @@ PRETRAINED = {
     "kv_cache_gb": 0.5,
 }
 MATRIX = 8192 if torch.cuda.is_available() else 2048  # rows of those multiplied
-HEAD_TOKENS = 8192
+HEAD_TOKENS = 16_384  # of a micro-batch by default
 
 Numbers = dict[str, Any]  # by the title of their row
 
@@ -422,8 +423,8 @@ def random_rollouts(responses: int, length: int, vocabulary: int) -> Rollouts:
 def head(column: Config, bench: BenchConfig) -> Numbers:
     """Peak memory of log pi_theta with its gradient, by a model that is all head.
 
-    In chunks, as policy.py computes it, and with the logits of all HEAD_TOKENS at once.
-    On the CPU: the bytes are those of any device.
+    In chunks, as policy.py computes it, and with the logits of all HEAD_TOKENS at once,
+    which for SmolLM2 take 9 GB. On the CPU: the bytes are those of any device.
     """
     config = AutoConfig.from_pretrained(column.model)
     config.num_hidden_layers = 0
@@ -436,8 +437,8 @@ def head(column: Config, bench: BenchConfig) -> Numbers:
         policy(rollouts)[0].sum().backward()
 
     in_chunks = peak_bytes(gradient)
-    policy_module.CHUNK = HEAD_TOKENS
-    at_once = peak_bytes(gradient)
+    with mock.patch.object(policy_module, "CHUNK", HEAD_TOKENS):
+        at_once = peak_bytes(gradient)
     return {
         f"peak memory of the head, {HEAD_TOKENS:,} tokens, GB": [in_chunks / 2**30],
         "peak memory of the head / that of all logits at once": [in_chunks / at_once],
@@ -481,6 +482,9 @@ def report(results: dict[str, Any]) -> str:
 
 def main() -> None:
     bench = parse_flags(BenchConfig)
+    if bench.trl_python and not Path(bench.trl_python).is_file():
+        raise Refused(f"--trl_python: there is no {bench.trl_python}")
+    check_model(bench.model or "tiny")
     columns = {}
     for dtype in bench.dtypes:
         columns[f"tiny, {dtype}"] = still("tiny", dtype)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from policy import CHUNK
@@ -58,8 +58,13 @@ class Shape(NamedTuple):
     key_value: int  # k of a token in a layer, and v
 
 
-def shape_of(config: PreTrainedConfig) -> Shape:
-    """The shape of a model like Llama or Qwen."""
+def shape_of(model_name: str) -> Shape:
+    """The shape of a model like Llama or Qwen. Raises Refused where there is none."""
+    try:
+        config = AutoConfig.from_pretrained(model_name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise Refused(f"no model at {model_name!r}: {reason}") from None
     with torch.device("meta"):  # without memory for the weights
         model = AutoModelForCausalLM.from_config(config)
     layers = model.base_model.layers
@@ -136,7 +141,7 @@ def cache_bytes_per_token(shape: Shape) -> int:
 
 def report(cfg: MemoryConfig) -> str:
     """The table of `memory_of`. Raises Refused where a phase does not fit."""
-    shape = shape_of(AutoConfig.from_pretrained(cfg.model))
+    shape = shape_of(cfg.model)
     phases = memory_of(cfg, shape, cfg.ranks)
     lines = [
         f"{cfg.model} on R = {cfg.ranks} GPUs, P = {shape.total:,}: GB on each",

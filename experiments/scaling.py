@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
-from transformers import AutoConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.bench import Failed, cell, in_rounds, ratios, run_train, still
 from experiments.memory import (
@@ -112,7 +110,7 @@ def report(cfg: ScalingConfig) -> str:
 
     "strong" has the recipe's batch on all nodes, and "weak" one that grows with them.
     """
-    shape = shape_of(AutoConfig.from_pretrained(cfg.model))
+    shape = shape_of(cfg.model)
     lines = [
         "| nodes | GPUs | rollout, s | update, s | sync, s | strong | weak |",
         "|---|---|---|---|---|---|---|",

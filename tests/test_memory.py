@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AutoConfig
 
 from experiments import memory
 from experiments.bench import peak_bytes, random_rollouts
@@ -39,7 +38,7 @@ def test_weights_moments_and_gradients_are_counted_to_the_byte(group):
     held = [*policy.parameters()]
     for state in optimizer.state.values():
         held += [state["exp_avg"], state["exp_avg_sq"]]
-    parts = memory_of(Config(), shape_of(AutoConfig.from_pretrained("tiny")), 1)
+    parts = memory_of(Config(), shape_of("tiny"), 1)
     assert parts["update"]["weights, moments: 12 P / R"] == bytes_of(held)
     gradients = [weight.grad for weight in policy.parameters()]
     assert parts["update"]["gradient: 4 P / R"] == bytes_of(gradients)
@@ -56,7 +55,7 @@ def test_activations_grow_with_tokens_as_is_counted(group, checkpointing):
         policy(random_rollouts(responses, 63, 20))[0].sum().backward()
 
     real = peak_bytes(lambda: gradient(48)) - peak_bytes(lambda: gradient(16))
-    shape = shape_of(AutoConfig.from_pretrained("tiny"))
+    shape = shape_of("tiny")
     counted = [
         memory_of(
             Config(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing),
@@ -69,14 +68,14 @@ def test_activations_grow_with_tokens_as_is_counted(group, checkpointing):
 
 
 def test_a_token_of_qwen3_4b_takes_147456_bytes_of_cache():
-    shape = shape_of(AutoConfig.from_pretrained(CONFIGS / "Qwen3-4B-Thinking-2507"))
+    shape = shape_of(str(CONFIGS / "Qwen3-4B-Thinking-2507"))
     # k and v, 36 layers, 8 heads of 128 elements, bfloat16
     assert memory.cache_bytes_per_token(shape) == 2 * 36 * 8 * 128 * 2 == 147_456
 
 
 def test_fp8_has_one_byte_for_a_weight_of_a_layer_and_a_second_engine():
     cfg = recipe(ROOT / "recipes/deepscaler-8gpu-fp8.yaml")
-    shape = shape_of(AutoConfig.from_pretrained(cfg.model))
+    shape = shape_of(cfg.model)
     parts = memory_of(cfg, shape, 8)["rollout"]
     # 1 byte for 3.63e9 weights, and 2 for the other 0.39e9. The second engine has 2.
     assert shape.linear == 3_633_315_840
@@ -93,3 +92,8 @@ def test_a_recipe_fits_its_gpus_and_is_refused_where_it_does_not(path):
     assert cfg.prompts_per_step % (cfg.ranks * cfg.minibatches) == 0
     with pytest.raises(Refused, match="the rollout takes .* give more ranks"):
         memory.report(cfg.model_copy(update={"device_gb": 20.0}))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(Refused, match=f"no model at '{tmp_path}'"):
+        memory.report(MemoryConfig(model=str(tmp_path)))

@@ -2,7 +2,6 @@
 
 import pytest
 from conftest import ROOT
-from transformers import AutoConfig
 
 from experiments.memory import shape_of
 from experiments.scaling import ScalingConfig, report, step_on
@@ -24,7 +23,7 @@ def cfg():
 
 @pytest.fixture(scope="module")
 def shape(cfg):
-    return shape_of(AutoConfig.from_pretrained(cfg.model))
+    return shape_of(cfg.model)
 
 
 def test_the_page_has_the_table_that_the_script_prints(cfg):
