@@ -34,8 +34,8 @@ compare: $(VENV)/installed
 	$(BIN)/python experiments/compare.py
 
 reproduce: $(VENV)/installed
-	$(BIN)/python experiments/mismatch.py --part reduced --workers 2
-	$(BIN)/python experiments/report.py
+	$(BIN)/python experiments/mismatch.py --part reduced --folder runs/reproduce --workers 2
+	$(BIN)/python experiments/report.py runs/reproduce/light.jsonl
 
 bench: $(VENV)/installed
 	$(BIN)/python experiments/bench.py
@@ -43,6 +43,8 @@ bench: $(VENV)/installed
 # Then a run of train.py that evaluates by a second engine, saves, and goes on.
 gpu-check: $(VENV)/installed
 	$(BIN)/torchrun --standalone experiments/gpu_check.py --out runs/gpu-check.json
+	$(BIN)/torchrun --standalone experiments/gpu_check.py \
+	    --rollout_quantization fp8_per_channel --out runs/gpu-check-fp8.json
 	rm -rf runs/gpu-check
 	$(BIN)/torchrun --standalone train.py --rollout_quantization fp8_per_channel \
 	    --steps 2 --save_every 1 --out_dir runs/gpu-check
