@@ -230,7 +230,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "every micro-batch computed twice": Mistake(
         train.update,
-        "output if part is parts[-1] else policy(part)",
+        "output if part is last else policy(part)",
         "policy(part)",
         ["test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass"],
     ),
@@ -239,7 +239,7 @@ MISTAKES: dict[str, Mistake] = {
         train.update, SUMS, SUMS.replace("+=", "="), [BATCH]
     ),
     "a micro-batch's sums left out": Mistake(
-        train.update, SUMS, f"if part is not parts[0]: {SUMS}", [BATCH]
+        train.update, SUMS, f"if not others or part is not others[0]: {SUMS}", [BATCH]
     ),
     "the sums of a rank's own tokens": Mistake(
         train.update, "dist.all_reduce(sums)", "pass", [TWO_RANKS]
@@ -265,8 +265,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the graph of the first micro-batch kept": Mistake(
         train.update,
-        "torch.set_grad_enabled(part is parts[-1])",
-        "torch.set_grad_enabled(part is parts[0])",
+        "torch.set_grad_enabled(part is last)",
+        "torch.set_grad_enabled(part is [*others, last][0])",
         [BATCH],
     ),
     # train.py: the gradient
@@ -280,7 +280,7 @@ MISTAKES: dict[str, Mistake] = {
         train.update, "part.advantage, kl", "part.advantage.flip(0), kl", [BATCH]
     ),
     "the mean of the micro-batches' means": Mistake(
-        train.update, ".sum() / token_count", ".mean() / len(parts)", [BATCH]
+        train.update, ".sum() / token_count", ".mean() / (1 + len(others))", [BATCH]
     ),
     "the number of ranks left out": Mistake(
         train.update, "share * dist.get_world_size()", "share", [TWO_RANKS]
