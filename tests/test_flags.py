@@ -109,7 +109,6 @@ def test_several_tasks_are_given_with_commas():
         ("--objective=experiments.objectives:none", "no attribute 'none'"),
         ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),  # of p3o
         ("--minibatches=3", "prompts_per_step is 32: give a multiple of 3"),
-        ("--rollout_tp=2", "rollout_tp is 2: it has to divide the 1 ranks of a node"),
     ],
 )
 def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):

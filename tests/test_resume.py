@@ -81,11 +81,13 @@ def processes_of(out: Path) -> list[str]:
     return found
 
 
+# Ranks that share an engine have named memory in common, which a kill does not free.
 @pytest.mark.slow
+@pytest.mark.parametrize("rollout_tp", [1, 2])
 def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_bit(
-    tmp_path,
+    rollout_tp, tmp_path
 ):
-    flags = [*SMALL, "--steps=5", "--lag=2"]
+    flags = [*SMALL, "--steps=5", "--lag=2", f"--rollout_tp={rollout_tp}"]
     torchrun(2, "train.py", *flags, f"--out_dir={tmp_path / 'alone'}")
     out = tmp_path / "killed"
     flags.append(f"--out_dir={out}")
