@@ -130,7 +130,7 @@ def test_a_run_whose_engine_keeps_its_weights_without_a_word_stops(
     with monkeypatch.context() as patch, pytest.raises(Refused, match=sentence):
         patch.setattr(Engine, "load_weights", forgetful)
         train_here(
-            *("--steps=9", "--prompts_per_step=8", "--minibatches=4"),
+            *("--steps=9", "--prompts_per_step=4", "--minibatches=4"),
             *("--learning_rate=1e-3", "--eval_problems=4", *setting),
         )
 
