@@ -196,13 +196,3 @@ def test_bad_input_is_one_sentence_before_an_engine_is_built(
         eval.main()
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_over_long_prompts_are_left_out_where_that_is_asked_for(
-    run_here, tmp_path, capsys
-):
-    flags = ["--max_response_tokens=119", "--drop_long", "--limit=40"]
-    result = evaluate_here(run_here, tmp_path / "out", *flags)
-    kept = len(result["correct"]["tiny"])
-    assert 0 < kept < 40
-    assert f"{40 - kept} of 40 heldout prompts of tiny have" in capsys.readouterr().err

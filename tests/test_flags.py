@@ -130,13 +130,6 @@ def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe
     assert sentence in refusal(recipe(text))
 
 
-def test_the_objective_has_the_hyper_parameters_that_were_given():
-    cfg = parse_flags(Config, ["--objective=grpo", "--objective_args=eps=0.4"])
-    loss_fn = find_loss(cfg.objective, cfg.objective_args)
-    assert loss_fn.func.__name__ == "grpo"
-    assert loss_fn.keywords == {"eps": 0.4}
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
 def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8" if "8gpu" in path.stem else "1")

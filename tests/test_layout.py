@@ -51,10 +51,9 @@ def test_no_module_imports_itself_through_others():
             del imported[name]
 
 
-@pytest.mark.parametrize("script", ["loss", "reward"])
-def test_a_script_shows_its_own_work(script):
+def test_the_loss_shows_its_own_work():
     done = subprocess.run(
-        [sys.executable, f"{script}.py"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "loss.py"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 4
