@@ -484,26 +484,21 @@ def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(
         assert tokenizer.decode(response, skip_special_tokens=True) == text
 
 
-# What the user can get wrong
+# What the user can get wrong; test_flags.py has the flags
 
 
 @pytest.mark.parametrize(
-    "flags, sentence",
+    "flag, sentence",
     [
-        ("--objective=ppo", "objective 'ppo' with no objective_args"),
-        ("--objective=nowhere:ppo", "No module named 'nowhere'"),
-        ("--objective=grpo --objective_args epsilon=0.4", "'epsilon'; give p3o, "),
-        ("--task=sums", "there is no task 'sums'"),
-        ("--minibatches=64", "prompts_per_step is 32: give a multiple of 64"),
         ("--rollout_tp=2", "rollout_tp is 2: it has to divide the 1 ranks"),
         ("--max_response_tokens=128", "have over 0 tokens"),
         ("--max_prompt_tokens=5", "4096 of 4096 train prompts of tiny have over 5"),
     ],
 )
 def test_bad_input_is_one_sentence_before_the_engine_is_built(
-    flags, sentence, monkeypatch
+    flag, sentence, monkeypatch
 ):
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["train.py", flag])
     monkeypatch.setattr(train, "init_distributed", lambda: pytest.fail("too late"))
     with pytest.raises(Refused) as refused:
         train.main()
