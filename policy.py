@@ -22,7 +22,7 @@ CHUNK = 1024  # response tokens whose logits exist at the same time
 # its weights makes several nats.
 LIMIT_AT_START = 0.5
 # The later limit is five times the distance at the start, plus this.
-ALLOWANCE = 0.05
+ALLOWANCE = 0.1
 
 
 class Policy(torch.nn.Module):

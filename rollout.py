@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,11 @@ class Engine:
             enable_chunked_prefill=cuda,
             max_num_batched_tokens=None if cuda else max(8192, max_model_len),
         )
+        # On a CPU the ranks of an engine share memory under a name that is the same in
+        # every run. A killed run would leave it, and the next one would fail. Without a
+        # name the memory is freed with the last process that has it open.
+        for segment in Path("/dev/shm").glob("*-cpushm*"):
+            segment.unlink(missing_ok=True)
         self.tokenizer = self.llm.get_tokenizer()
 
     def sample(

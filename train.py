@@ -177,17 +177,11 @@ def check_config(cfg: Config) -> None:
     if cfg.rollout_dtype == "auto":
         cfg.rollout_dtype = default_rollout_dtype(cfg.rollout_quantization)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if cfg.prompts_per_step % (world * cfg.minibatches):
         raise Refused(
             f"prompts_per_step is {cfg.prompts_per_step}: give a multiple of "
             f"{world * cfg.minibatches}, so that each of the {world} ranks has equally "
             f"many prompts in each of the {cfg.minibatches} minibatches"
-        )
-    if ranks_of_node % cfg.rollout_tp:
-        raise Refused(
-            f"rollout_tp is {cfg.rollout_tp}: it has to divide the {ranks_of_node} "
-            "ranks of a node"
         )
 
 
@@ -436,16 +430,17 @@ def load_data(cfg: Config) -> tuple[PreTrainedTokenizerBase, Split, Split, int]:
 
 
 def make_out_dir(cfg: Config) -> Path:
-    """Make the run's folder, and write config.json. A collective."""
+    """Make the run's folder with config.json, unless --resume has it. A collective."""
     # The folder's name has rank 0's time.
     named = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
     dist.broadcast_object_list(named)
     cfg.out_dir = named[0]
     out = Path(cfg.out_dir)
-    if dist.get_rank() == 0:
-        out.mkdir(parents=True, exist_ok=cfg.resume)
+    if dist.get_rank() == 0 and not cfg.resume:
+        out.mkdir(parents=True)
         config = {**cfg.model_dump(), "ranks": dist.get_world_size()}
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    if dist.get_rank() == 0:
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
     return out
 

@@ -26,7 +26,7 @@ from support.command import Refused
 KEPT = 2  # checkpoints of a run, the newest
 # Fields that a resumed run may change, as they do not change what it learns. With a lag
 # `steps` does: a run samples nothing that its last step will not use.
-MAY_DIFFER = {"eval_every", "save_every", "resume", "verbose"}
+MAY_DIFFER = {"out_dir", "eval_every", "save_every", "resume", "verbose"}
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -86,10 +86,10 @@ def save_checkpoint(
             for old in checkpoints(out)[:-KEPT]:
                 # A folder that is only half deleted has no name of a checkpoint.
                 shutil.rmtree(old.rename(unfinished))
-    except (CheckpointException, OSError) as error:
+    except (CheckpointException, OSError, RuntimeError) as error:
         raise Refused(
-            f"step {step}: the checkpoint cannot be written to {unfinished}: {error}; "
-            "--resume goes on from the one before"
+            f"step {step}: the checkpoint cannot be written to {unfinished}: "
+            f"{last_line(error)}; --resume goes on from the one before"
         ) from error
 
 
@@ -111,8 +111,8 @@ def load_checkpoint(
         )
     except (CheckpointException, Exception) as error:  # torch has many kinds of them
         raise Refused(
-            f"--resume: {newest} cannot be read: {error}; remove it to go on from the "
-            "one before"
+            f"--resume: {newest} cannot be read: {last_line(error)}; remove "
+            "it to go on from the one before"
         ) from error
     set_state_dict(
         policy,
@@ -121,6 +121,11 @@ def load_checkpoint(
         optim_state_dict=state["optimizer"],
     )
     return int(newest.name.removeprefix("step-")), waiting
+
+
+def last_line(error: BaseException) -> str:
+    """What went wrong. A CheckpointException has the ranks' tracebacks above it."""
+    return (str(error).strip() or repr(error)).splitlines()[-1]
 
 
 def save_model(

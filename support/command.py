@@ -75,7 +75,8 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
 def read_recipe(path: str) -> dict[str, Any]:
     """The fields that a YAML file sets. Raises Refused where it is no such file."""
     try:
-        return dict(yaml.safe_load(Path(path).read_text()))
+        fields = dict(yaml.safe_load(Path(path).read_text()))
+        return {str(name): value for name, value in fields.items()}
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise Refused(f"--config {path} is no YAML file of fields: {reason}") from None

@@ -242,17 +242,24 @@ def say_once(note: str) -> None:
 def check_model(model: str, tp: int = 1) -> tuple[Any, int]:
     """The tokenizer and the context length of a model folder or hub name.
 
-    Raises Refused where there is no such model, or where its attention heads cannot be
-    divided among the `tp` ranks of an engine.
+    Raises Refused where there is no such model, or where the ranks of a node or its
+    attention heads cannot be divided among engines of `tp` ranks.
     """
     from transformers import AutoConfig, AutoTokenizer  # they take seconds to import
 
+    if not Path(model).is_dir() and "/" not in model:
+        raise Refused(f"no model at {model!r}: neither a folder nor a hub's owner/name")
     try:
         # A model folder is data: code that it brings along is never run.
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise Refused(f"no model at {model!r}: {one_line(error)}") from None
+    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks_of_node % tp:
+        raise Refused(
+            f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
+        )
     config = config.get_text_config()  # a part of it, for images and text
     if config.num_attention_heads % tp:
         raise Refused(
