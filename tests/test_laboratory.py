@@ -87,6 +87,7 @@ def test_a_run_of_smollm2_is_the_recipe_but_for_what_its_cell_says():
         "steps": 40,
         "eval_every": 10,
         "dtype": "float32",
+        "rollout_dtype": "float32",
         "objective": "experiments.ablations:cap_without_kl",
         "temperature": 1.2,
         "seed": 2,

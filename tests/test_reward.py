@@ -309,8 +309,9 @@ def test_hostile_completions_get_0_and_the_others_their_reward(verifier, tmp_pat
     expected = [0.0] * len(HOSTILE) + [float(verifier != "exact")]
     start = time.process_time()
     assert score(completions, ["5"] * len(completions), verifier) == expected
-    # What may take long is done by children, and the trainer itself reads text.
-    assert time.process_time() - start < 3
+    # Children do what may take long. The trainer itself reads text, in time that grows
+    # with its length: a second for a megabyte of braces.
+    assert time.process_time() - start < 10
     assert not (ROOT / "pwned").exists()
 
 
@@ -319,8 +320,8 @@ def test_k_hostile_answers_cost_k_times_the_limit_of_cpu_time():
     start = children_cpu_seconds()
     assert score(towers * 50, ["5"] * 100) == [0.0] * 100  # k is 2: each is asked once
     seconds = children_cpu_seconds() - start
-    # The judge starts in 1 to 2 seconds.
-    assert 2 * judge.LIMIT < seconds < 2 * judge.LIMIT + 5
+    # The judge starts in 1 to 2 seconds. The system counts time in ticks.
+    assert 1.8 * judge.LIMIT < seconds < 2 * judge.LIMIT + 5
 
 
 def test_an_honest_pair_stays_far_below_the_limit():
@@ -674,9 +675,14 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(capsys):
             encode(room, drop_long)
 
 
-def test_a_model_that_is_none_or_cannot_be_shared_or_trained_is_refused(tmp_path):
+def test_a_model_that_is_none_or_cannot_be_shared_or_trained_is_refused(
+    tmp_path, monkeypatch
+):
     with pytest.raises(Refused, match="no model at 'tests': "):
         check_model("tests")
+    with pytest.raises(Refused, match="rollout_tp is 3: it has to divide the 1 ranks"):
+        check_model("tiny", tp=3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(Refused, match="rollout_tp is 3, which does not divide tiny's"):
         check_model("tiny", tp=3)
     check_trainable("tiny")

@@ -63,8 +63,6 @@ def test_a_sync_that_leaves_one_tensor_out_is_refused(
     engine.load_weights(weights.items(), version="0")
     with pytest.raises(Refused, match=NO_WEIGHTS):
         check_sync(engine, embedded, prompts)
-    engine.load_weights(full_weights(embedded), version="0")
-    assert check_sync(engine, embedded, prompts) < 1e-4
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])

@@ -472,9 +472,7 @@ MISTAKES: dict[str, Mistake] = {
         rollout.noise_seeds,
         "random.Random(seed).getrandbits(31)",
         "seed",
-        [
-            "test_rollout.test_no_two_responses_of_a_run_and_no_two_runs_share_their_noise"
-        ],
+        ["test_loop.test_noise_seeds_of_different_runs_do_not_overlap"],
     ),
     # reward.py
     "any word of a completion counts": Mistake(
