@@ -336,3 +336,15 @@ def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_ran
     assert together.text[0] != together.text[1]
     second = engine.sample([prompts[0]], 1, [seeds[0] + 1], max_tokens=64)
     assert second.text == together.text[1:2]
+
+
+def test_runs_of_different_seeds_share_no_noise():
+    # 60 steps of 32 prompts with 8 responses take 15,360 seeds, and those of run 1 could
+    # begin right behind the first of run 0.
+    seen = set()
+    for run in range(10):
+        seeds = noise_seeds(run, first=0, count=60 * 32, spacing=8)
+        taken = {seed + j for seed in seeds for j in range(8)}
+        assert len(taken) == 60 * 32 * 8
+        assert not taken & seen
+        seen |= taken

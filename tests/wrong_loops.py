@@ -472,7 +472,7 @@ MISTAKES: dict[str, Mistake] = {
         rollout.noise_seeds,
         "random.Random(seed).getrandbits(31)",
         "seed",
-        ["test_loop.test_noise_seeds_of_different_runs_do_not_overlap"],
+        ["test_rollout.test_runs_of_different_seeds_share_no_noise"],
     ),
     # reward.py
     "any word of a completion counts": Mistake(
