@@ -339,8 +339,8 @@ def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_ran
 
 
 def test_runs_of_different_seeds_share_no_noise():
-    # 60 steps of 32 prompts with 8 responses take 15,360 seeds, and those of run 1 could
-    # begin right behind the first of run 0.
+    # 60 steps of 32 prompts with 8 responses take 15,360 seeds. Those of run 1 must not
+    # begin among those of run 0.
     seen = set()
     for run in range(10):
         seeds = noise_seeds(run, first=0, count=60 * 32, spacing=8)
