@@ -25,7 +25,7 @@ from pydantic import Field
 from scipy.stats import binomtest, bootstrap
 
 from reward import load_task, score
-from rollout import Engine, init_distributed, noise_seeds, prompts_of_rank
+from rollout import Engine, init_distributed, noise_seed, prompts_of_rank
 from support.command import (
     Count,
     Flags,
@@ -89,50 +89,36 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - comb(n - c, k) / comb(n, k)
 
 
-def mean_of_means(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The mean over tasks of the mean over each one's problems."""
-    return np.mean([sample.mean(axis=axis) for sample in samples], axis=0)
+def with_interval(passes: list[float]) -> dict[str, Any]:
+    """The mean of pass@k over the problems of a task, and a 95% interval of it.
 
-
-def with_interval(passes: list[list[float]]) -> dict[str, Any]:
-    """The mean of pass@k over tasks, and a 95% interval of it.
-
-    `passes` has the pass@k of the problems of each task. The interval is scipy's
-    percentile bootstrap over problems. If the value is 0 or 1, every resample would be
-    the same, so the interval is the exact binomial one of the task with the fewest
-    problems. A task with a single problem tells nothing: its interval is 0 to 1.
+    `passes` has the pass@k of each problem. The interval is scipy's percentile
+    bootstrap over problems. If the mean is 0 or 1, every resample would be the same, so
+    the interval is the exact binomial one. A single problem tells nothing of others:
+    its interval is 0 to 1.
     """
-    samples = [np.array(of_task) for of_task in passes]
-    value = float(mean_of_means(*samples))
-    fewest = min(len(of_task) for of_task in passes)
-    if fewest == 1:
+    value, problems = float(np.mean(passes)), len(passes)
+    if problems == 1:
         low, high = 0.0, 1.0
     elif value in (0.0, 1.0):
-        low, high = binomtest(round(fewest * value), fewest).proportion_ci()
+        low, high = binomtest(round(problems * value), problems).proportion_ci()
     else:
         low, high = bootstrap(
-            samples, mean_of_means, method="percentile", rng=0
+            [passes], np.mean, method="percentile", rng=0
         ).confidence_interval
     return {"value": value, "interval": [float(low), float(high)]}
 
 
-def estimate(correct: dict[str, list[int]], n: int) -> dict[str, Any]:
-    """pass@k of each task and of their mean, for k = 1, 2, 4, ... and n.
+def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
+    """pass@k of each task, for k = 1, 2, 4, ... and n.
 
     `correct` has the number of right samples, of n, for each problem of a task.
     """
     ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
-    by_task: dict[str, dict] = {task: {} for task in correct}
-    average = {}
-    for k in ks:
-        passes = {
-            task: [pass_at_k(n, c, k) for c in counts]
-            for task, counts in correct.items()
-        }
-        for task in correct:
-            by_task[task][str(k)] = with_interval([passes[task]])
-        average[str(k)] = with_interval(list(passes.values()))
-    return {"pass@k": by_task, "average": average}
+    return {
+        task: {str(k): with_interval([pass_at_k(n, c, k) for c in counts]) for k in ks}
+        for task, counts in correct.items()
+    }
 
 
 def evaluate(
@@ -149,14 +135,13 @@ def evaluate(
     The ranks share the problems, with noise that depends on the problem alone.
     `sampling` are vLLM's SamplingParams. A collective.
     """
-    seeds = noise_seeds(seed, 0, len(split.prompts), samples)
     # Ranks that share an engine all have to sample. One without problems of its own
     # takes the first.
     mine = prompts_of_rank(len(split.prompts)) or [0]
     rollouts = engine.sample(
         [split.prompts[i] for i in mine],
         samples,
-        [seeds[i] for i in mine],
+        [noise_seed(seed, i, samples) for i in mine],
         **sampling,
     )
     answers = []
@@ -240,12 +225,16 @@ def main() -> None:
             max_tokens=cfg.max_response_tokens,
         )
     if dist.get_rank() == 0:
-        result = estimate(correct, cfg.samples)
-        content = {"settings": cfg.model_dump(), **result, "correct": correct}
+        estimates = estimate(correct, cfg.samples)
+        content = {
+            "pass@k": estimates,
+            "correct": correct,
+            "settings": cfg.model_dump(),
+        }
         out = Path(cfg.out_dir)
         out.mkdir(parents=True)
         (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-        print(report(result["pass@k"] | {"mean of tasks": result["average"]}))
+        print(report(estimates))
         print(f"{out}/results.json has this by problem")
     engine.close()
 

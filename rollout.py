@@ -101,15 +101,13 @@ def prompts_of_rank(prompt_count: int) -> range:
     return range(dist.get_rank(), prompt_count, dist.get_world_size())
 
 
-def noise_seeds(seed: int, first: int, count: int, spacing: int) -> list[int]:
-    """Seeds of the sampling noise of prompts first, first + 1, ... of a run.
+def noise_seed(seed: int, place: int, samples: int) -> int:
+    """The seed of the noise of the prompt at `place` in a run, with so many samples.
 
-    The engine adds j for response j to a prompt, hence the spacing. So all responses of
-    a run have different seeds. The run's own seed is hashed, so that runs 0 and 1 do
-    not share their noise.
+    The engine adds j for sample j. So no two samples of a run have the same noise. The
+    run's own seed is hashed, so that runs 0 and 1 do not share their noise.
     """
-    base = random.Random(seed).getrandbits(31)
-    return [base + (first + prompt) * spacing for prompt in range(count)]
+    return random.Random(seed).getrandbits(31) + place * samples
 
 
 class Engine:

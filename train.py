@@ -44,7 +44,7 @@ from rollout import (
     Engine,
     Rollouts,
     init_distributed,
-    noise_seeds,
+    noise_seed,
     prompts_of_rank,
 )
 from support.checkpoints import (
@@ -214,14 +214,10 @@ def shuffled_epoch(seed: int, epoch: int, problem_count: int) -> list[int]:
     return random.Random(f"{seed} {epoch}").sample(range(problem_count), problem_count)
 
 
-def problem_numbers(cfg: Config, step: int, problem_count: int) -> list[int]:
-    """Which problems are sampled for a step: the next ones of the shuffled epochs."""
-    first = (step - 1) * cfg.prompts_per_step
-    numbers = []
-    for place in range(first, first + cfg.prompts_per_step):
-        epoch, place_in_epoch = divmod(place, problem_count)
-        numbers.append(shuffled_epoch(cfg.seed, epoch, problem_count)[place_in_epoch])
-    return numbers
+def problem_at(seed: int, place: int, problem_count: int) -> int:
+    """The number of the problem that stands at `place` in the epochs of a run."""
+    epoch, place_in_epoch = divmod(place, problem_count)
+    return shuffled_epoch(seed, epoch, problem_count)[place_in_epoch]
 
 
 def sample_batch(
@@ -229,22 +225,19 @@ def sample_batch(
 ) -> Rollouts:
     """This rank's share of a step's rollout batch, with rewards and advantages.
 
-    The noise of a group depends only on its place in the run. So any number of ranks
-    draws the same samples, up to rounding. A collective.
+    The problem and the noise of a group depend only on its place in the run. So any
+    number of ranks draws the same samples, up to rounding. A collective.
     """
-    groups = prompts_of_rank(cfg.prompts_per_step)
-    numbers = problem_numbers(cfg, step, len(train.prompts))
-    seeds = noise_seeds(
-        cfg.seed + 1,  # Seed 0 is that of the evaluations.
-        first=(step - 1) * cfg.prompts_per_step,
-        count=cfg.prompts_per_step,
-        spacing=cfg.group_size,
-    )
+    first = (step - 1) * cfg.prompts_per_step
+    places = [first + group for group in prompts_of_rank(cfg.prompts_per_step)]
+    numbers = [problem_at(cfg.seed, place, len(train.prompts)) for place in places]
+    # Seed 0 is that of the evaluations.
+    seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
         rollouts = engine.sample(
-            [train.prompts[numbers[group]] for group in groups],
+            [train.prompts[number] for number in numbers],
             cfg.group_size,
-            [seeds[group] for group in groups],
+            seeds,
             max_tokens=cfg.max_response_tokens,
             temperature=cfg.temperature,
             top_p=cfg.top_p,
@@ -252,8 +245,8 @@ def sample_batch(
         )
     with log.phase("reward"):
         answers = []
-        for group in groups:
-            answers += [train.problems[numbers[group]]["answer"]] * cfg.group_size
+        for number in numbers:
+            answers += [train.problems[number]["answer"]] * cfg.group_size
         reward = score(rollouts.text, answers, task_of(cfg.task).verifier)
         rollouts.reward = torch.tensor(reward)  # [N]
         of_groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]

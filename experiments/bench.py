@@ -55,7 +55,7 @@ from train import (
     build_engines,
     load_data,
     minibatches,
-    problem_numbers,
+    problem_at,
     sample_batch,
     update,
 )
@@ -209,10 +209,9 @@ def run_trl(
     problems = load_task(cfg.task, "train")
     instruction = task_of(cfg.task).instruction
     prompts = []
-    for step in range(1, steps + 1):
-        for number in problem_numbers(cfg, step, len(problems)):
-            problem = problems[number]["prompt"]
-            prompts.append(f"{instruction}\n\n{problem}" if instruction else problem)
+    for place in range(steps * cfg.prompts_per_step):
+        problem = problems[problem_at(cfg.seed, place, len(problems))]["prompt"]
+        prompts.append(f"{instruction}\n\n{problem}" if instruction else problem)
     job = {"prompts": prompts, "steps": steps, "generator": generator}
     for name in ("model", "dtype", "prompts_per_step", "group_size"):
         job[name] = getattr(cfg, name)

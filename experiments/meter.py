@@ -32,7 +32,7 @@ from loss import (
     restrict_to_support,
 )
 from policy import Policy
-from rollout import Engine, init_distributed, noise_seeds
+from rollout import Engine, init_distributed, noise_seed
 from support.command import PositiveCount, parse_flags, run_script
 
 # K of the KLs that are printed, beside all tokens that the engine lists.
@@ -97,7 +97,7 @@ def main() -> None:
     to_each = -(-cfg.responses // len(prompts))  # rounded up
     rollouts = engine.sample(
         *(prompts, to_each),
-        noise_seeds(cfg.seed, first=0, count=len(prompts), spacing=to_each),
+        [noise_seed(cfg.seed, place, to_each) for place in range(len(prompts))],
         max_tokens=cfg.max_response_tokens,
         temperature=cfg.temperature,
         top_p=cfg.top_p,

@@ -35,7 +35,7 @@ from loss import (
 )
 from policy import build_policy, full_weights
 from reward import load_task, score
-from rollout import Engine, init_distributed, noise_seeds
+from rollout import Engine, init_distributed, noise_seed
 from support.tasks import check_model, encode_problems
 
 mesh = init_distributed()
@@ -67,7 +67,7 @@ prompts = encode_problems(
 
 def sample(temperature, seed):
     """128 responses, eight neighbors of which answer the same problem."""
-    seeds = noise_seeds(seed, first=0, count=len(prompts), spacing=G)
+    seeds = [noise_seed(seed, place, G) for place in range(len(prompts))]
     return engine.sample(prompts, G, seeds, temperature=temperature, max_tokens=64)
 
 

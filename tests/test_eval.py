@@ -44,7 +44,7 @@ def test_pass_at_k_refuses_what_cannot_be(n, c, k):
 
 def of_task(counts: list[int], n: int) -> dict[str, Any]:
     """The estimates of a task whose problems have so many right samples of n."""
-    return estimate({"task": counts}, n)["pass@k"]["task"]
+    return estimate({"task": counts}, n)["task"]
 
 
 def test_the_interval_of_a_share_is_that_of_the_binomial_distribution():
@@ -79,16 +79,6 @@ def test_none_and_all_of_30_problems_have_the_exact_binomial_interval(count, int
 def test_a_single_problem_tells_nothing_of_others():
     for of_k in of_task([1], n=4).values():
         assert of_k["interval"] == [0, 1]
-
-
-def test_the_average_weighs_tasks_alike_and_adds_up_their_variances():
-    counts = {"large": [1] * 300 + [0] * 700, "small": [1] * 50 + [0] * 50}
-    average = estimate(counts, n=1)["average"]["1"]
-    # By problems it would be 350 / 1100 = 0.318.
-    assert average["value"] == pytest.approx((0.3 + 0.5) / 2)
-    # sqrt(0.01449^2 + 0.05^2) / 2 = 0.02603, where 0.05 = sqrt(0.25 / 100).
-    low, high = 0.4 - 1.96 * 0.02603, 0.4 + 1.96 * 0.02603
-    assert average["interval"] == pytest.approx([low, high], abs=0.003)
 
 
 # On the engine
@@ -129,12 +119,8 @@ def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
             means.append(sum(pass_at_k(3, c, k) for c in counts) / len(counts))
         estimates = [of_task[str(k)] for of_task in result["pass@k"].values()]
         assert [each["value"] for each in estimates] == pytest.approx(means)
-        average = result["average"][str(k)]
-        assert average["value"] == pytest.approx(sum(means) / 2)
-        low, high = average["interval"]
-        assert low < average["value"] < high
     printed = capsys.readouterr().out
-    assert f"mean of tasks:  pass@1 {result['average']['1']['value']:.3f} [" in printed
+    assert f"tiny:  pass@1 {result['pass@k']['tiny']['1']['value']:.3f} [" in printed
 
 
 def test_greedy_samples_have_no_noise(run_here, tmp_path):

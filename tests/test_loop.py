@@ -30,7 +30,7 @@ from train import (
     heldout_accuracy,
     load_data,
     minibatches,
-    problem_numbers,
+    problem_at,
     sample_batch,
 )
 
@@ -38,16 +38,13 @@ from train import (
 
 
 def test_an_epoch_has_every_problem_once_and_the_next_one_another_order():
-    cfg = Config(prompts_per_step=4, seed=5)
-    order = []
-    for step in range(1, 7):  # two epochs of 12 problems
-        order += problem_numbers(cfg, step, 12)
+    order = [problem_at(5, place, 12) for place in range(24)]  # two epochs
     assert sorted(order[:12]) == sorted(order[12:]) == list(range(12))
     assert order[:12] != order[12:]
 
 
 def test_runs_of_different_seeds_have_the_problems_in_different_orders():
-    orders = {tuple(problem_numbers(Config(seed=s), 1, 100)) for s in range(5)}
+    orders = {tuple(problem_at(s, place, 100) for place in range(32)) for s in range(5)}
     assert len(orders) == 5
 
 
@@ -98,8 +95,9 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(
     settings = {"temperature": 1.4, "top_p": 0.9, "top_k": 7}
     batch_of(engine, tiny, 2, max_response_tokens=5, seed=3, **settings)
     [call] = asked
-    cfg = Config(prompts_per_step=4, seed=3)
-    numbers = problem_numbers(cfg, 2, len(tiny.train.prompts))
+    # Step 2 has the places 4 to 7 of the run.
+    problems = len(tiny.train.prompts)
+    numbers = [problem_at(3, place, problems) for place in range(4, 8)]
     assert call.pop("prompts") == [tiny.train.prompts[number] for number in numbers]
     assert len(call.pop("seeds")) == 4
     assert call == {"n": 4, "max_tokens": 5, **settings}
@@ -460,9 +458,10 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_special_tokens_included(run
     assert [sample["step"] for sample in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     problems = train.load_task("tiny", "train")
     for step in 1, 2, 3, 4:
-        numbers = problem_numbers(Config(prompts_per_step=16), step, len(problems))
-        # The first two prompts of rank 0.
-        for number, sample in zip(numbers[:3:2], samples[2 * step - 2 :], strict=False):
+        # The first two prompts of rank 0, at 16 prompts a step on two ranks.
+        first = (step - 1) * 16
+        numbers = [problem_at(0, place, len(problems)) for place in (first, first + 2)]
+        for number, sample in zip(numbers, samples[2 * step - 2 :], strict=False):
             assert sample["prompt"] == f"<bos>{problems[number]['prompt']}:"
             assert sample["reward"] in (0, 1)
 

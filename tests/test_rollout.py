@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import policy as policy_module
 from loss import kl_divergence
 from policy import Policy, build_policy, full_weights
-from rollout import Engine, Rollouts, noise_seeds
+from rollout import Engine, Rollouts, noise_seed
 from train import Config, kl_of_positions
 
 AGREE = 1e-4  # nats
@@ -24,7 +24,7 @@ HOT = 1.4
 
 def sample(engine: Engine, prompts: list[list[int]], n: int = 4, **sampling):
     """n responses to each prompt, each with noise of its own."""
-    seeds = noise_seeds(0, first=0, count=len(prompts), spacing=n)
+    seeds = [noise_seed(0, place, n) for place in range(len(prompts))]
     return engine.sample(prompts, n, seeds, max_tokens=64, **sampling)
 
 
@@ -325,7 +325,7 @@ def test_the_end_of_sequence_is_in_the_mask_and_truncated_responses_lack_it(
 def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_rank(
     engine, policy, prompts
 ):
-    seeds = noise_seeds(seed=1, first=0, count=8, spacing=2)
+    seeds = [noise_seed(1, place, 2) for place in range(8)]
     together = engine.sample(prompts[:8], 2, seeds, max_tokens=64)
     # What ranks 0 and 1 of two would sample.
     for rank in 0, 1:
@@ -343,7 +343,7 @@ def test_runs_of_different_seeds_share_no_noise():
     # begin among those of run 0.
     seen = set()
     for run in range(10):
-        seeds = noise_seeds(run, first=0, count=60 * 32, spacing=8)
+        seeds = [noise_seed(run, place, 8) for place in range(60 * 32)]
         taken = {seed + j for seed in seeds for j in range(8)}
         assert len(taken) == 60 * 32 * 8
         assert not taken & seen

@@ -110,14 +110,14 @@ SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
 MISTAKES: dict[str, Mistake] = {
     # train.py: problems and rollouts
     "the problems of a step again in the next": Mistake(
-        train.problem_numbers, "(step - 1) * cfg", "(step - 1) // 2 * cfg", [EPOCHS]
+        train.sample_batch, "(step - 1) * cfg", "(step - 1) // 2 * cfg", [SETTINGS]
     ),
     "the same order in every epoch": Mistake(
-        train.problem_numbers, "(cfg.seed, epoch,", "(cfg.seed, 0,", [EPOCHS]
+        train.problem_at, "(seed, epoch,", "(seed, 0,", [EPOCHS]
     ),
     "the seed left out of the order of the problems": Mistake(
-        train.problem_numbers,
-        "(cfg.seed, epoch,",
+        train.problem_at,
+        "(seed, epoch,",
         "(0, epoch,",
         [
             "test_loop.test_runs_of_different_seeds_have_the_problems_in_different_orders"
@@ -125,12 +125,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the same sampling noise in every step": Mistake(
         train.sample_batch,
-        "first=(step - 1) * cfg.prompts_per_step",
-        "first=0",
+        "noise_seed(cfg.seed + 1, place,",
+        "noise_seed(cfg.seed + 1, place - first,",
         [NOISE],
     ),
     "the same noise for neighboring prompts": Mistake(
-        train.sample_batch, "spacing=cfg.group_size", "spacing=1", [NOISE]
+        train.sample_batch, "place, cfg.group_size", "place, 1", [NOISE]
     ),
     "rollouts with the noise of the evaluation": Mistake(
         train.sample_batch, "cfg.seed + 1,", "cfg.seed,", [NOISE]
@@ -146,15 +146,16 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "every rank samples the first rank's noise": Mistake(
         train.sample_batch,
-        "seeds[group] for group in groups",
-        "seeds[group] for group in range(len(groups))",
+        "noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places",
+        "noise_seed(cfg.seed + 1, first + i, cfg.group_size) "
+        "for i in range(len(places))",
         ["test_loop.test_on_two_ranks_a_step_has_the_samples_that_it_has_on_one"],
     ),
     # train.py: rewards and advantages
     "the answers of other problems": Mistake(
         train.sample_batch,
-        "train.problems[numbers[group]]",
-        "train.problems[numbers[group - 1]]",
+        "train.problems[number]",
+        "train.problems[number - 1]",
         ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
     "the verifier of another task": Mistake(
@@ -469,7 +470,7 @@ MISTAKES: dict[str, Mistake] = {
         [EACH_RESPONSE],
     ),
     "runs whose seeds overlap": Mistake(
-        rollout.noise_seeds,
+        rollout.noise_seed,
         "random.Random(seed).getrandbits(31)",
         "seed",
         ["test_rollout.test_runs_of_different_seeds_share_no_noise"],
@@ -489,7 +490,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # eval.py
     "every problem evaluated with the same noise": Mistake(
-        eval.evaluate, "[seeds[i] for i in mine]", "[seeds[0] for i in mine]", [NOISE]
+        eval.evaluate, "(seed, i, samples)", "(seed, 0, samples)", [NOISE]
     ),
     "pass@k with replacement": Mistake(
         eval.pass_at_k,
