@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch.optim import AdamW
 from transformers import PreTrainedTokenizerBase
 
@@ -167,15 +167,20 @@ class Config(Flags):
     verbose: bool = False
     """show the messages of vLLM and torch"""
 
+    @model_validator(mode="after")
+    def resolve_dtypes(self) -> Self:
+        """Replace "auto" by what it stands for on this machine."""
+        if self.rollout_quantization != "none" and self.rollout_dtype == "float32":
+            raise ValueError("rollout_dtype is float32: fp8 rollouts need bfloat16")
+        if self.dtype == "auto":
+            self.dtype = default_dtype()
+        if self.rollout_dtype == "auto":
+            self.rollout_dtype = default_rollout_dtype(self.rollout_quantization)
+        return self
+
 
 def check_config(cfg: Config) -> None:
-    """Resolve the dtypes that are "auto". Raises Refused if fields conflict."""
-    if cfg.rollout_quantization != "none" and cfg.rollout_dtype == "float32":
-        raise Refused("rollout_dtype is float32: fp8 rollouts need bfloat16")
-    if cfg.dtype == "auto":
-        cfg.dtype = default_dtype()
-    if cfg.rollout_dtype == "auto":
-        cfg.rollout_dtype = default_rollout_dtype(cfg.rollout_quantization)
+    """Raises Refused where the ranks cannot share the prompts equally."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.prompts_per_step % (world * cfg.minibatches):
         raise Refused(

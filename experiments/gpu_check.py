@@ -28,7 +28,14 @@ from policy import build_policy, full_weights
 from rollout import init_distributed
 from support.command import Refused, parse_flags, run_script
 from support.log import Log, peak_memory_gb
-from train import Config, build_engines, load_data, sample_batch, update
+from train import (
+    Config,
+    build_engines,
+    check_config,
+    load_data,
+    sample_batch,
+    update,
+)
 
 GB = 2**30
 CUDA = torch.cuda.is_available()
@@ -133,6 +140,7 @@ def table(rows: Rows) -> str:
 
 def main() -> None:
     cfg = parse_flags(CheckConfig)
+    check_config(cfg)
     if not CUDA:
         print("The device is a CPU: this checks nothing of CUDA.", flush=True)
     phases, mismatch = two_steps(cfg)

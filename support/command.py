@@ -67,7 +67,9 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
     except ValidationError as error:
         complaint = error.errors()[0]
         name = ".".join(str(part) for part in complaint["loc"])
-        raise Refused(f"{name} is {complaint['input']!r}: {complaint['msg']}") from None
+        of_field = f"{name} is {complaint['input']!r}: " if name else ""
+        reason = complaint["msg"].removeprefix("Value error, ")
+        raise Refused(f"{of_field}{reason}") from None
     except SettingsError as error:
         raise Refused(f"{error} (--help lists the flags)") from None
 
