@@ -147,7 +147,7 @@ class Engine:
         cuda = torch.cuda.is_available()
         self.dtype = getattr(torch, dtype)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        self.top_logprobs = min(top_logprobs, config.vocab_size)
+        self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
         self.llm = LLM(
             model,
