@@ -201,11 +201,12 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     """Accuracy, reward, 1 - e_B with the KL, and entropy, by step."""
     import matplotlib.pyplot as plt
 
+    for row in rows:
+        if "ess" in row:
+            row["kl_weight"] = 1 - row["ess"]
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.2), layout="constrained")
 
-    def plot(
-        axis: Any, name: str, label: str, rows: list[dict[str, Any]] = rows
-    ) -> None:
+    def plot(axis: Any, name: str, label: str) -> None:
         points = [(row["step"], row[name]) for row in rows if name in row]
         axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=label)
 
@@ -214,12 +215,7 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     axes[0].set(title="held-out pass@1", ylim=(0, 1.02))
     plot(axes[1], "reward", "reward")
     axes[1].set(title="mean reward of the rollouts", ylim=(0, 1.02))
-    kl_weights = [
-        {"step": row["step"], "kl_weight": 1 - row["ess"]}
-        for row in rows
-        if "ess" in row
-    ]
-    plot(axes[2], "kl_weight", r"$1 - e_B$, the KL's weight", kl_weights)
+    plot(axes[2], "kl_weight", r"$1 - e_B$, the KL's weight")
     plot(axes[2], "kl", "KL, nats a token")
     axes[2].set(title="how far off-policy", yscale="log")
     plot(axes[3], "entropy", "entropy")

@@ -120,7 +120,8 @@ MISTAKES: dict[str, Mistake] = {
         "(seed, epoch,",
         "(0, epoch,",
         [
-            "test_loop.test_runs_of_different_seeds_have_the_problems_in_different_orders"
+            "test_loop."
+            "test_runs_of_different_seeds_have_the_problems_in_different_orders"
         ],
     ),
     "the same sampling noise in every step": Mistake(
@@ -387,7 +388,8 @@ MISTAKES: dict[str, Mistake] = {
         'cfg.rollout_quantization != "none"',
         "False",
         [
-            "test_sync.test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then"
+            "test_sync."
+            "test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then"
         ],
     ),
     # support/log.py
@@ -421,7 +423,8 @@ MISTAKES: dict[str, Mistake] = {
         "language_model.gradient_checkpointing_enable()",
         "pass",
         [
-            "test_rollout.test_gradient_checkpointing_keeps_less_and_has_the_same_gradient"
+            "test_rollout."
+            "test_gradient_checkpointing_keeps_less_and_has_the_same_gradient"
         ],
     ),
     "the weights of the last forward pass sent": Mistake(
@@ -460,7 +463,8 @@ MISTAKES: dict[str, Mistake] = {
         "< length[:, None]",
         "< length[:, None] - 1",
         [
-            "test_rollout.test_the_end_of_sequence_is_in_the_mask_and_truncated_responses_lack_it"
+            "test_rollout."
+            "test_the_end_of_sequence_is_in_the_mask_and_truncated_responses_lack_it"
         ],
     ),
     "rows in another order than their texts": Mistake(
