@@ -18,16 +18,16 @@ from math import comb
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import numpy as np
 import torch.distributed as dist
 from pydantic import Field
 from scipy.stats import binomtest, bootstrap
 
-from reward import load_task, score
+from reward import Split, load_split
 from rollout import Engine, init_distributed, noise_seed, prompts_of_rank
 from support.command import (
     Count,
+    Dtype,
     Flags,
     PositiveAmount,
     PositiveCount,
@@ -37,7 +37,7 @@ from support.command import (
     run_script,
 )
 from support.cpu import default_dtype
-from support.tasks import Split, check_model, encode_problems, task_of
+from support.tasks import check_model
 
 
 class EvalConfig(Flags):
@@ -65,7 +65,7 @@ class EvalConfig(Flags):
     """of the sampling noise"""
     out_dir: str = ""
     """where it writes; by default runs/eval- and the time"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
     rollout_tp: PositiveCount = 1
     """ranks of a node that share an engine (tensor parallelism)"""
@@ -124,7 +124,6 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
 def evaluate(
     engine: Engine,
     split: Split,
-    verifier: str,
     *,
     samples: int = 1,
     seed: int = 0,
@@ -144,15 +143,31 @@ def evaluate(
         [noise_seed(seed, i, samples) for i in mine],
         **sampling,
     )
-    answers = []
-    for i in mine:
-        answers += [split.problems[i]["answer"]] * samples
-    rewards = np.array(score(rollouts.text, answers, verifier))
+    rewards = np.array(split.score(mine, rollouts.text))
     counts = rewards.reshape(-1, samples).sum(axis=1).astype(int).tolist()
     of_ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, dict(zip(mine, counts, strict=True)))
     everyone = {i: count for of_rank in of_ranks for i, count in of_rank.items()}
     return [everyone[i] for i in range(len(split.prompts))]
+
+
+def heldout_accuracy(engine: Engine, heldout: Split, cfg: Any) -> dict[str, float]:
+    """The share of the problems that the policy solves, in one sample and greedily.
+
+    Sampled accuracy rises whenever a policy grows more certain. Greedy accuracy beside
+    it tells whether it has learned. `cfg` is a train.Config. A collective.
+    """
+    temperatures = {"heldout_pass@1": cfg.policy_temperature, "heldout_greedy": 0.0}
+    accuracy = {}
+    for name, temperature in temperatures.items():
+        correct = evaluate(
+            engine,
+            heldout,
+            temperature=temperature,
+            max_tokens=cfg.max_response_tokens,
+        )
+        accuracy[name] = sum(correct) / len(correct)
+    return accuracy
 
 
 def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
@@ -171,27 +186,15 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
     tokenizer, context = check_model(model, cfg.rollout_tp)
     benchmarks = {}
     for task in cfg.task:
-        benchmarks[task] = encode_problems(
-            load_task(task, cfg.split)[: cfg.limit or None],
+        benchmarks[task] = load_split(
+            task,
             tokenizer,
-            instruction=task_of(task).instruction,
+            cfg.split,
+            limit=cfg.limit,
             room=context - cfg.max_response_tokens,
             drop_long=cfg.drop_long,
-            name=f"{cfg.split} prompts of {task}",
         )
     return model, benchmarks
-
-
-def report(estimates: dict[str, dict]) -> str:
-    """A line of text for each task: pass@k with its interval."""
-    lines = []
-    for name, of_task in estimates.items():
-        line = f"{name}:"
-        for k, estimated in of_task.items():
-            low, high = estimated["interval"]
-            line += f"  pass@{k} {estimated['value']:.3f} [{low:.3f}, {high:.3f}]"
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -217,7 +220,6 @@ def main() -> None:
         correct[task] = evaluate(
             engine,
             split,
-            task_of(task).verifier,
             samples=cfg.samples,
             seed=cfg.seed,
             temperature=cfg.temperature,
@@ -234,7 +236,11 @@ def main() -> None:
         out = Path(cfg.out_dir)
         out.mkdir(parents=True)
         (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-        print(report(estimates))
+        for task, of_task in estimates.items():
+            for k, estimated in of_task.items():
+                low, high = estimated["interval"]
+                value = f"{estimated['value']:.3f} [{low:.3f}, {high:.3f}]"
+                print(f"{task}: pass@{k} {value}")
         print(f"{out}/results.json has this by problem")
     engine.close()
 

@@ -26,8 +26,6 @@ the padding and averages over B.
     python loss.py      # what e_B does to a few small batches
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -164,7 +162,7 @@ def grpo(
     return -torch.minimum(rho * advantage, clipped * advantage)  # (4)
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
+LOSSES = {
     "p3o": p3o,
     "reinforce": reinforce,
     "grpo": grpo,
@@ -183,14 +181,12 @@ def main() -> None:
     title = "rho of four tokens, A = 1"
     print(f"{title:34}    e_B   KL weight   weight of the last token")
     for name, ratios in batches.items():
-        logp_behavior = torch.full((1, 4), 0.5).log()
-        log_ratio = torch.tensor([ratios]).log()
-        logp = (logp_behavior + log_ratio).requires_grad_()
-        mask = torch.ones(1, 4, dtype=torch.bool)
-        e_b = effective_sample_size(ratio_sums(log_ratio, mask)).item()
-        advantage, kl = torch.ones(1, 4), torch.zeros(1, 4)
-        p3o(logp, logp_behavior, advantage, kl, e_b).sum().backward()
-        weight = -logp.grad[0, -1].item()
+        log_ratio = torch.tensor([ratios]).log().requires_grad_()
+        zeros, ones = torch.zeros(1, 4), torch.ones(1, 4)
+        e_b = effective_sample_size(ratio_sums(log_ratio, ones.bool())).item()
+        # Only the ratio counts, so log pi_b may be 0, and log pi_theta log rho.
+        p3o(log_ratio, zeros, ones, zeros, e_b).sum().backward()
+        weight = -log_ratio.grad[0, -1].item()
         batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"
         print(f"{batch:34} {e_b:6.3f}      {1 - e_b:6.3f}  {weight:25.3f}")
 

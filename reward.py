@@ -1,4 +1,4 @@
-r"""What counts as a correct answer. See it work: python reward.py
+r"""What counts as a correct answer, and the problems of a task with their answers.
 
 A completion is judged in three steps:
 
@@ -17,11 +17,19 @@ that meets the limit counts as wrong.
 import re
 from fractions import Fraction
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from support.command import Refused
 from support.judge import equal_formulas
 from support.latex import latex_of
-from support.tasks import Row, load_rows, say_once, source_of, task_of
+from support.tasks import (
+    Row,
+    encode_problems,
+    load_rows,
+    say_once,
+    source_of,
+    task_of,
+)
 
 # --- 1. Where the final answer is
 
@@ -135,7 +143,7 @@ def score(
     return [float(verdict) for verdict in VERIFIERS[verifier](completions, answers)]
 
 
-# --- The gold answers of a task
+# --- The problems of a task
 
 
 def gold_answer(row: Row) -> str:
@@ -184,21 +192,45 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     return problems
 
 
-def main() -> None:
-    """One problem, and completions that each verifier calls correct and wrong."""
-    print("a problem:", load_task("tiny", "train")[0])
-    examples = [
-        ("exact", "1283", "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283"),
-        ("exact", "1283", "1284"),
-        ("gsm8k", "72", "48 and half of it.\n#### 72"),
-        ("gsm8k", "72", "I guess 72"),
-        ("math", r"\frac{1}{2}", r"So it is \boxed{0.5}."),
-        ("math", r"\frac{1}{2}", r"So it is \boxed{98^{97^{96}}}."),
-    ]
-    for verifier, gold, completion in examples:
-        reward = score([completion], [gold], verifier)[0]
-        print(f"{verifier:6}gold {gold:12}{completion!r:50} -> {reward}")
+class Split(NamedTuple):
+    """Problems of a task, ready to sample from."""
+
+    problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
+    prompts: list[list[int]]  # token ids, one of each problem
+    verifier: str
+
+    def score(self, numbers: list[int], responses: list[str]) -> list[float]:
+        """The reward of each response to the problems of these numbers.
+
+        All have equally many, and those to one problem are neighbors.
+        """
+        samples = len(responses) // len(numbers)
+        answers = []
+        for number in numbers:
+            answers += [self.problems[number]["answer"]] * samples
+        return score(responses, answers, self.verifier)
 
 
-if __name__ == "__main__":
-    main()
+def load_split(
+    name_or_path: str,
+    tokenizer: Any,
+    split: str,
+    *,
+    limit: int = 0,
+    room: int,
+    drop_long: bool,
+) -> Split:
+    """The first `limit` problems of a task's split (0: all), with their prompts.
+
+    Prompts of more than `room` tokens are left out if `drop_long`, else Refused.
+    """
+    task = task_of(name_or_path)
+    problems, prompts = encode_problems(
+        load_task(name_or_path, split)[: limit or None],
+        tokenizer,
+        instruction=task.instruction,
+        room=room,
+        drop_long=drop_long,
+        name=f"{split} prompts of {name_or_path}",
+    )
+    return Split(problems, prompts, task.verifier)

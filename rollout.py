@@ -3,15 +3,13 @@
 The behavior policy pi_b of (7) and (12) is what vLLM really drew from: after
 temperature, top-p and top-k, in the engine's precision. The engine runs inside the
 trainer's process, by the same code on CPU and CUDA.
-
-    python rollout.py      # samples from the embedded policy, prints what comes back
 """
 
 import logging
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from support.command import Refused, run_script
+from support.command import Refused
 from support.cpu import prepare_cpu
 
 
@@ -116,7 +114,8 @@ class Engine:
     `init_distributed` comes first, and all ranks build their engines together.
     quantization "fp8_per_channel" is vLLM's own, of weights and activations of the
     linear layers; every `load_weights` quantizes anew. load_format "dummy" begins with
-    random weights: what `load_weights` never brings then shows at once.
+    random weights: what `load_weights` never brings then shows at once. max_model_len
+    is in tokens, and top_logprobs is K.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class Engine:
         can_sleep: bool = False,
         verbose: bool = False,
     ) -> None:
-        """max_model_len is in tokens; top_logprobs is K."""
         if not verbose:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             # vLLM reads the variable too late for some of its first messages.
@@ -158,7 +156,7 @@ class Engine:
             # In this process and in its process group.
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=tp,
-            # Log-probabilities of the distribution that was sampled from.
+            # Those of the distribution that was sampled from.
             logprobs_mode="processed_logprobs",
             max_logprobs=self.top_logprobs,
             # The head in float32, as in Policy.
@@ -166,8 +164,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-            # The line above sets the cache. vLLM only checks that this share of the
-            # memory is free.
+            # vLLM only checks that this share of the memory is free.
             gpu_memory_utilization=0.01,
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,
@@ -272,15 +269,11 @@ class Engine:
         tied head. vLLM gets copies, so the caller may free each tensor afterwards.
         It loads them as it loads a checkpoint, so fp8 is quantized anew.
         """
-
-        def copies() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in weights:
-                yield name, weight.to(self.dtype, copy=True)
-
+        copies = ((name, weight.to(self.dtype, copy=True)) for name, weight in weights)
         if self.can_sleep:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
         if self.can_sleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.update_weight_version(version)
@@ -293,26 +286,3 @@ class Engine:
     def close(self) -> None:
         """End the engine, which ends the process group: the last thing a rank does."""
         self.llm.llm_engine.engine_core.shutdown()
-
-
-def main() -> None:
-    """Sample two responses to a prompt of the embedded task, and print them."""
-    init_distributed()
-    engine = Engine("tiny", 128, top_logprobs=3)
-    decode = engine.tokenizer.decode
-    prompt = engine.tokenizer.encode("<bos>478+805:", add_special_tokens=False)
-    rollouts = engine.sample([prompt], 2, seeds=[0], temperature=1.2, max_tokens=64)
-    for text in rollouts.text:
-        print(f"response: {text!r}")
-    print(
-        "\nthe last one's first tokens: log pi_b at T = 1.2, and the likeliest tokens"
-    )
-    for t in range(6):
-        token = decode(rollouts.tokens[1, len(prompt) + t])
-        likeliest = [decode(top) for top in rollouts.top_tokens[1, t]]
-        print(f"  {token!r} {rollouts.logp_behavior[1, t]:8.3f}    {likeliest}")
-    engine.close()
-
-
-if __name__ == "__main__":
-    run_script(main)

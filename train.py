@@ -11,25 +11,21 @@ initial ones. A collective is a function that all ranks have to call together.
 
 import importlib
 import inspect
-import json
 import math
 import os
 import random
-import time
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Literal, Self
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
 import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch.optim import AdamW
 from transformers import PreTrainedTokenizerBase
 
-from eval import evaluate
+from eval import heldout_accuracy
 from loss import (
     LOSSES,
     effective_sample_size,
@@ -39,7 +35,7 @@ from loss import (
     restrict_to_support,
 )
 from policy import Policy, build_policy, check_sync, full_weights
-from reward import load_task, score
+from reward import Split, load_split
 from rollout import (
     Engine,
     Rollouts,
@@ -50,12 +46,14 @@ from rollout import (
 from support.checkpoints import (
     check_out_dir,
     load_checkpoint,
+    make_out_dir,
     save_checkpoint,
     save_model,
 )
 from support.command import (
     Amount,
     Count,
+    Dtype,
     Flags,
     NumberOrText,
     PositiveAmount,
@@ -68,7 +66,7 @@ from support.command import (
 )
 from support.cpu import default_dtype, default_rollout_dtype
 from support.log import Log
-from support.tasks import Split, check_model, check_trainable, encode_problems, task_of
+from support.tasks import check_model
 
 SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
@@ -138,9 +136,9 @@ class Config(Flags):
     """clip the gradient to this norm"""
 
     # The machine
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """the trainer computes in it; auto: bfloat16 on CUDA, else float32"""
-    rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    rollout_dtype: Dtype = "auto"
     """the engine computes in it; auto: bfloat16 where that is fast, else float32"""
     micro_batch_tokens: PositiveCount = 16384
     """tokens of a forward pass, padding included: sets the memory, not the result"""
@@ -168,8 +166,15 @@ class Config(Flags):
     """show the messages of vLLM and torch"""
 
     @model_validator(mode="after")
-    def resolve_dtypes(self) -> Self:
-        """Replace "auto" by what it stands for on this machine."""
+    def check(self) -> Self:
+        """Refuse what does not go together, and settle "auto" for this machine."""
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if self.prompts_per_step % (world * self.minibatches):
+            raise ValueError(
+                f"prompts_per_step is {self.prompts_per_step}: give a multiple of "
+                f"{world * self.minibatches}, so that each of the {world} ranks has "
+                f"equally many prompts in each of the {self.minibatches} minibatches"
+            )
         if self.rollout_quantization != "none" and self.rollout_dtype == "float32":
             raise ValueError("rollout_dtype is float32: fp8 rollouts need bfloat16")
         if self.dtype == "auto":
@@ -177,17 +182,6 @@ class Config(Flags):
         if self.rollout_dtype == "auto":
             self.rollout_dtype = default_rollout_dtype(self.rollout_quantization)
         return self
-
-
-def check_config(cfg: Config) -> None:
-    """Raises Refused where the ranks cannot share the prompts equally."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if cfg.prompts_per_step % (world * cfg.minibatches):
-        raise Refused(
-            f"prompts_per_step is {cfg.prompts_per_step}: give a multiple of "
-            f"{world * cfg.minibatches}, so that each of the {world} ranks has equally "
-            f"many prompts in each of the {cfg.minibatches} minibatches"
-        )
 
 
 def find_loss(
@@ -200,10 +194,11 @@ def find_loss(
     """
     module, _, function = name.rpartition(":")
     try:
-        if module:
-            loss_fn = getattr(importlib.import_module(module), function)
-        else:
-            loss_fn = LOSSES[name]
+        loss_fn = (
+            getattr(importlib.import_module(module), function)
+            if module
+            else LOSSES[name]
+        )
         inspect.signature(loss_fn).bind(*range(5), **hyper_parameters)
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise Refused(
@@ -213,16 +208,16 @@ def find_loss(
     return partial(loss_fn, **hyper_parameters)
 
 
-@lru_cache(maxsize=2)
-def shuffled_epoch(seed: int, epoch: int, problem_count: int) -> list[int]:
-    """The order of the problems in an epoch."""
-    return random.Random(f"{seed} {epoch}").sample(range(problem_count), problem_count)
+def problem_order(seed: int, problem_count: int, places: int) -> list[int]:
+    """The numbers of the problems of a run, of at least so many places from its start.
 
-
-def problem_at(seed: int, place: int, problem_count: int) -> int:
-    """The number of the problem that stands at `place` in the epochs of a run."""
-    epoch, place_in_epoch = divmod(place, problem_count)
-    return shuffled_epoch(seed, epoch, problem_count)[place_in_epoch]
+    Epoch follows on epoch, each in an order of its own.
+    """
+    order = []
+    for epoch in range(math.ceil(places / problem_count)):
+        shuffle = random.Random(f"{seed} {epoch}")
+        order += shuffle.sample(range(problem_count), problem_count)
+    return order
 
 
 def sample_batch(
@@ -235,7 +230,8 @@ def sample_batch(
     """
     first = (step - 1) * cfg.prompts_per_step
     places = [first + group for group in prompts_of_rank(cfg.prompts_per_step)]
-    numbers = [problem_at(cfg.seed, place, len(train.prompts)) for place in places]
+    order = problem_order(cfg.seed, len(train.prompts), step * cfg.prompts_per_step)
+    numbers = [order[place] for place in places]
     # Seed 0 is that of the evaluations.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
@@ -249,11 +245,7 @@ def sample_batch(
             top_k=cfg.top_k,
         )
     with log.phase("reward"):
-        answers = []
-        for number in numbers:
-            answers += [train.problems[number]["answer"]] * cfg.group_size
-        reward = score(rollouts.text, answers, task_of(cfg.task).verifier)
-        rollouts.reward = torch.tensor(reward)  # [N]
+        rollouts.reward = torch.tensor(train.score(numbers, rollouts.text))  # [N]
         of_groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
         advantage = group_advantage(of_groups, cfg.scale_advantage)  # (3), [P, G]
         # Every token has the advantage of its response.
@@ -288,16 +280,6 @@ def micro_batches(
     return [rollouts.select(part, device) for part in by_length.split(rows_of_part)]
 
 
-def kl_of_positions(
-    top_logp: torch.Tensor, part: Rollouts, cfg: Config
-) -> torch.Tensor:
-    """KL(pi_theta || pi_b) at each position of a part, with its gradient: [N, T]."""
-    top_logp_behavior = part.top_logp_behavior
-    if cfg.top_p < 1 or cfg.top_k > 0:
-        top_logp, top_logp_behavior = restrict_to_support(top_logp, top_logp_behavior)
-    return kl_divergence(top_logp, top_logp_behavior)
-
-
 def update(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
@@ -326,14 +308,16 @@ def update(
     if not math.isfinite(e_b):
         raise FloatingPointError(
             f"step {step}: e_B is not finite, as some ratio is not: lower the learning "
-            "rate, and look at mismatch_max of the steps before"
+            "rate, and look at mismatch_mean of the steps before"
         )
 
     totals = torch.zeros(4, dtype=torch.float64, device=device)
-    furthest = torch.zeros((), device=device)
     for part in [last, *others]:
         logp, top_logp = output if part is last else policy(part)
-        kl = kl_of_positions(top_logp, part, cfg)  # [N, T]
+        compared = top_logp, part.top_logp_behavior  # [N, T, K] each
+        if cfg.top_p < 1 or cfg.top_k > 0:
+            compared = restrict_to_support(*compared)
+        kl = kl_divergence(*compared)  # [N, T]
         loss = loss_fn(logp, part.logp_behavior, part.advantage, kl, e_b)  # [N, T]
         share = loss[part.mask].sum() / token_count  # of the mean over B
         # FSDP averages the ranks' gradients. We need their sum, so times the ranks.
@@ -343,9 +327,7 @@ def update(
         is_cut = (log_ratio.exp() > e_b).double()
         of_tokens = torch.stack([loss, kl, is_cut, log_ratio.abs()])  # [4, N, T]
         totals += of_tokens.detach()[:, part.mask].sum(dim=1)
-        furthest = torch.maximum(furthest, log_ratio.abs().max())
     dist.all_reduce(totals)
-    dist.all_reduce(furthest, dist.ReduceOp.MAX)
     loss, kl, clip_fraction, mismatch_mean = (totals / token_count).tolist()
     grad_norm = apply_gradient(policy, optimizer, cfg, step)
     return {
@@ -355,7 +337,6 @@ def update(
         "ratio": sums[1].item() / token_count,
         "clip_fraction": clip_fraction,
         "mismatch_mean": mismatch_mean,
-        "mismatch_max": furthest.item(),
         "grad_norm": grad_norm,
     }
 
@@ -376,71 +357,26 @@ def apply_gradient(
     return grad_norm
 
 
-def heldout_accuracy(
-    evaluator: Engine, policy: Policy, cfg: Config, heldout: Split
-) -> dict[str, float]:
-    """Sampled and greedy accuracy of the policy on the held-out problems.
-
-    Sampled accuracy rises whenever a policy grows more certain. Greedy accuracy beside
-    it tells whether it has learned. A collective.
-    """
-    if cfg.rollout_quantization != "none":
-        # The sync has not updated this second engine.
-        evaluator.load_weights(full_weights(policy), version="evaluation")
-    temperatures = {"heldout_pass@1": cfg.policy_temperature, "heldout_greedy": 0.0}
-    accuracy = {}
-    for name, temperature in temperatures.items():
-        correct = evaluate(
-            evaluator,
-            heldout,
-            task_of(cfg.task).verifier,
-            temperature=temperature,
-            max_tokens=cfg.max_response_tokens,
-        )
-        accuracy[name] = sum(correct) / len(correct)
-    return accuracy
-
-
 def load_data(cfg: Config) -> tuple[PreTrainedTokenizerBase, Split, Split, int]:
     """The model's tokenizer, the problems to train on, and those held out.
 
     The last value is the number of tokens of the longest prompt with a response of full
     length. Raises Refused if there is no such model or task, or no problem fits.
     """
-    tokenizer, context = check_model(cfg.model, cfg.rollout_tp)
-    check_trainable(cfg.model)
+    tokenizer, context = check_model(cfg.model, cfg.rollout_tp, to_train=True)
     room = context - cfg.max_response_tokens
     if cfg.max_prompt_tokens:
         room = min(room, cfg.max_prompt_tokens)
-    splits = {}
-    for split, limit in (("train", 0), ("heldout", cfg.eval_problems)):
-        splits[split] = encode_problems(
-            load_task(cfg.task, split)[: limit or None],
-            tokenizer,
-            instruction=task_of(cfg.task).instruction,
-            room=room,
-            drop_long=cfg.max_prompt_tokens > 0,
-            name=f"{split} prompts of {cfg.task}",
-        )
-    prompts = splits["train"].prompts + splits["heldout"].prompts
-    longest = max(len(prompt) for prompt in prompts) + cfg.max_response_tokens
-    return tokenizer, splits["train"], splits["heldout"], longest
-
-
-def make_out_dir(cfg: Config) -> Path:
-    """Make the run's folder with config.json, unless --resume has it. A collective."""
-    # The folder's name has rank 0's time.
-    named = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
-    dist.broadcast_object_list(named)
-    cfg.out_dir = named[0]
-    out = Path(cfg.out_dir)
-    if dist.get_rank() == 0 and not cfg.resume:
-        out.mkdir(parents=True)
-        config = {**cfg.model_dump(), "ranks": dist.get_world_size()}
-        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    if dist.get_rank() == 0:
-        print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
-    return out
+    load = partial(
+        load_split,
+        cfg.task,
+        tokenizer,
+        room=room,
+        drop_long=cfg.max_prompt_tokens > 0,
+    )
+    train, heldout = load("train"), load("heldout", limit=cfg.eval_problems)
+    longest = max(len(prompt) for prompt in train.prompts + heldout.prompts)
+    return tokenizer, train, heldout, longest + cfg.max_response_tokens
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
@@ -451,9 +387,9 @@ def is_due(every: int, step: int, cfg: Config) -> bool:
 def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     """The engine that samples rollouts, and the one that evaluates.
 
-    With fp8 rollouts there are two engines, since the policy is evaluated and not its
-    quantized copy. vLLM lets only one engine of a process sleep, so the second stays
-    awake.
+    They are the same one but for fp8 rollouts, since the policy is evaluated and not
+    its quantized copy. vLLM lets only one engine of a process sleep, so the second
+    stays awake.
     """
     build = partial(
         Engine,
@@ -475,10 +411,16 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     return engine, engine if cfg.rollout_quantization == "none" else build()
 
 
+def sync(engine: Engine, evaluator: Engine, policy: Policy, step: int) -> None:
+    """Give both engines, or the one that is both, these weights. A collective."""
+    engine.load_weights(full_weights(policy), version=str(step))
+    if evaluator is not engine:
+        evaluator.load_weights(full_weights(policy), version=str(step))
+
+
 def main() -> None:
     # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(Config)
-    check_config(cfg)
     check_out_dir(cfg)
     loss_fn = find_loss(cfg.objective, cfg.objective_args)
     tokenizer, train, heldout, longest = load_data(cfg)
@@ -497,10 +439,10 @@ def main() -> None:
     updates = done * cfg.passes * cfg.minibatches  # optimizer steps so far
     log = Log(out, tokenizer, cfg.group_size, done)
 
-    engine.load_weights(full_weights(policy), version=str(done))
+    sync(engine, evaluator, policy, done)
     distance = check_sync(engine, policy, train.prompts)
     if done == 0:
-        log.before(heldout_accuracy(evaluator, policy, cfg, heldout))
+        log.before(heldout_accuracy(evaluator, heldout, cfg))
     for step in range(done + 1, cfg.steps + 1):
         # 1 rollout, 2 reward: sample ahead until `lag` batches wait behind this one. So
         # at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
@@ -521,14 +463,14 @@ def main() -> None:
 
         # 4 sync
         with log.phase("sync"):
-            engine.load_weights(full_weights(policy), version=str(step))
+            sync(engine, evaluator, policy, step)
         if is_due(SYNC_CHECK_EVERY, step, cfg):
             check_sync(engine, policy, train.prompts, distance)
 
         # 5 evaluate, log, save
         accuracy = {}
         if is_due(cfg.eval_every, step, cfg):
-            accuracy = heldout_accuracy(evaluator, policy, cfg, heldout)
+            accuracy = heldout_accuracy(evaluator, heldout, cfg)
         log.step(step, rollouts, history, accuracy)
         if cfg.save_every and is_due(cfg.save_every, step, cfg):
             save_checkpoint(out, step, policy, optimizer, queue)

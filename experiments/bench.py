@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,7 +54,7 @@ from train import (
     build_engines,
     load_data,
     minibatches,
-    problem_at,
+    problem_order,
     sample_batch,
     update,
 )
@@ -209,8 +208,9 @@ def run_trl(
     problems = load_task(cfg.task, "train")
     instruction = task_of(cfg.task).instruction
     prompts = []
-    for place in range(steps * cfg.prompts_per_step):
-        problem = problems[problem_at(cfg.seed, place, len(problems))]["prompt"]
+    places = steps * cfg.prompts_per_step
+    for number in problem_order(cfg.seed, len(problems), places)[:places]:
+        problem = problems[number]["prompt"]
         prompts.append(f"{instruction}\n\n{problem}" if instruction else problem)
     job = {"prompts": prompts, "steps": steps, "generator": generator}
     for name in ("model", "dtype", "prompts_per_step", "group_size"):

@@ -55,14 +55,14 @@ optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
 G = 8
 problems = load_task("tiny", "train")[:16]
 tokenizer, _ = check_model("tiny")
-prompts = encode_problems(
+_, prompts = encode_problems(
     problems,
     tokenizer,
     instruction=None,
     room=64,
     drop_long=False,
     name="problems",
-).prompts
+)
 
 
 def sample(temperature, seed):

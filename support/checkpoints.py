@@ -1,4 +1,4 @@
-"""Checkpoints, from which a killed run goes on, and the model that a run leaves.
+"""A run's folder: checkpoints, from which a killed run goes on, and the last model.
 
 No random state is saved, for none matters: the order of the problems and the sampling
 noise are pure functions of (seed, step), and nothing else draws.
@@ -10,6 +10,7 @@ torch.distributed.checkpoint writes, and of each rank the rollouts that wait.
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,33 @@ def check_out_dir(cfg: Any) -> None:
     if not cfg.out_dir or not checkpoints(out):
         raise Refused(f"--resume: out_dir {cfg.out_dir!r} has no complete checkpoint")
     stored = json.loads((out / "config.json").read_text())
-    config = {**cfg.model_dump(), "ranks": int(os.environ.get("WORLD_SIZE", 1))}
-    for name, value in config.items():
+    for name, value in config_of(cfg).items():
         may_differ = name in MAY_DIFFER or (name == "steps" and cfg.lag == 0)
         if stored.get(name) != value and not may_differ:
             raise Refused(
                 f"--resume: {name} was {stored.get(name)!r} in {out} and is {value!r}; "
                 "go on with what it was"
             )
+
+
+def config_of(cfg: Any) -> dict[str, Any]:
+    """What config.json holds: the fields of a train.Config, and the number of ranks."""
+    return {**cfg.model_dump(), "ranks": int(os.environ.get("WORLD_SIZE", 1))}
+
+
+def make_out_dir(cfg: Any) -> Path:
+    """Make the run's folder with config.json, unless --resume has it. A collective."""
+    # The folder's name has rank 0's time.
+    named = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
+    dist.broadcast_object_list(named)
+    cfg.out_dir = named[0]
+    out = Path(cfg.out_dir)
+    if dist.get_rank() == 0 and not cfg.resume:
+        out.mkdir(parents=True)
+        (out / "config.json").write_text(json.dumps(config_of(cfg), indent=1) + "\n")
+    if dist.get_rank() == 0:
+        print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
+    return out
 
 
 def save_checkpoint(

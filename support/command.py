@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError
@@ -24,6 +24,7 @@ PositiveAmount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # vLLM refuses a temperature over 2, and raises one below 0.01 to that.
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+Dtype = Literal["auto", "float32", "bfloat16"]
 # A number where it can be one.
 Number = Annotated[float, Field(allow_inf_nan=False)]
 NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]

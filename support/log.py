@@ -22,7 +22,7 @@ as means over its updates, each of the whole batch B of the update:
 of one update:
 
     ess_min              the smallest e_B of the updates
-    mismatch_mean, _max  |log rho| at the first update: of engine, lag, temperature
+    mismatch_mean        mean |log rho| at the first update: engine, lag, temperature
 
 and rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb,
 these of rank 0 alone. With lag the first step samples several batches, and the last
@@ -113,7 +113,6 @@ class Log:
             row[name] = sum(stats[name] for stats in history) / len(history)
         row["ess_min"] = min(stats["ess"] for stats in history)
         row["mismatch_mean"] = history[0]["mismatch_mean"]
-        row["mismatch_max"] = history[0]["mismatch_max"]
         row |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
         row["peak_memory_gb"] = peak_memory_gb()
         row |= accuracy

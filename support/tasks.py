@@ -177,13 +177,6 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-class Split(NamedTuple):
-    """Problems of a task, ready to sample from."""
-
-    problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
-    prompts: list[list[int]]  # token ids, one of each problem
-
-
 def encode_problems(
     problems: list[dict[str, str]],
     tokenizer: Any,
@@ -192,11 +185,11 @@ def encode_problems(
     room: int,
     drop_long: bool,
     name: str,
-) -> Split:
-    """Problems and their prompts as token ids; `name` is what messages call them.
+) -> tuple[list[dict[str, str]], list[list[int]]]:
+    """The problems that fit, and their prompts as token ids.
 
     Prompts of more than `room` tokens are left out and counted if `drop_long`, and
-    Refused otherwise, or if no other is left.
+    Refused otherwise, or if no other is left. `name` is what messages call them.
     """
     prompts = [encode_prompt(tokenizer, p["prompt"], instruction) for p in problems]
     kept = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
@@ -209,7 +202,7 @@ def encode_problems(
                 "them (train.py: --max_prompt_tokens, eval.py: --drop_long)"
             )
         say_once(f"{note}, and are left out")
-    return Split([problems[number] for number in kept], [prompts[n] for n in kept])
+    return [problems[number] for number in kept], [prompts[number] for number in kept]
 
 
 def encode_prompt(
@@ -239,11 +232,12 @@ def say_once(note: str) -> None:
         print(note, file=sys.stderr)
 
 
-def check_model(model: str, tp: int = 1) -> tuple[Any, int]:
+def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, int]:
     """The tokenizer and the context length of a model folder or hub name.
 
-    Raises Refused where there is no such model, or where the ranks of a node or its
-    attention heads cannot be divided among engines of `tp` ranks.
+    Raises Refused where there is no such model, where the ranks of a node or its
+    attention heads cannot be divided among engines of `tp` ranks, or where policy.py
+    cannot train it.
     """
     from transformers import AutoConfig, AutoTokenizer  # they take seconds to import
 
@@ -260,6 +254,11 @@ def check_model(model: str, tp: int = 1) -> tuple[Any, int]:
         raise Refused(
             f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
         )
+    if to_train and config.model_type not in TRAINABLE:
+        raise Refused(
+            f"{model} is of type {config.model_type}, which train.py has not learnt to "
+            f"train: give one of type {', '.join(TRAINABLE)}"
+        )
     config = config.get_text_config()  # a part of it, for images and text
     if config.num_attention_heads % tp:
         raise Refused(
@@ -267,15 +266,3 @@ def check_model(model: str, tp: int = 1) -> tuple[Any, int]:
             f"{config.num_attention_heads} attention heads"
         )
     return tokenizer, config.max_position_embeddings
-
-
-def check_trainable(model: str) -> None:
-    """Raises Refused where vLLM may sample from a model, but policy.py not train it."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    if config.model_type not in TRAINABLE:
-        raise Refused(
-            f"{model} is of type {config.model_type}, which train.py has not learnt to "
-            f"train: give one of type {', '.join(TRAINABLE)}"
-        )

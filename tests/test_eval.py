@@ -87,7 +87,7 @@ def test_a_single_problem_tells_nothing_of_others():
 def test_an_evaluation_counts_the_right_samples_of_each_problem(
     engine, policy, heldout
 ):
-    counts = evaluate(engine, heldout, "exact", samples=2, max_tokens=64)
+    counts = evaluate(engine, heldout, samples=2, max_tokens=64)
     assert len(counts) == 512
     assert set(counts) == {0, 1, 2}
     # The embedded policy solves 0.44: standard error at most sqrt(0.25 / 512) = 0.022.
@@ -120,7 +120,7 @@ def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
         estimates = [of_task[str(k)] for of_task in result["pass@k"].values()]
         assert [each["value"] for each in estimates] == pytest.approx(means)
     printed = capsys.readouterr().out
-    assert f"tiny:  pass@1 {result['pass@k']['tiny']['1']['value']:.3f} [" in printed
+    assert f"tiny: pass@1 {result['pass@k']['tiny']['1']['value']:.3f} [" in printed
 
 
 def test_greedy_samples_have_no_noise(run_here, tmp_path):

@@ -9,7 +9,7 @@ from launch import ENVIRONMENT
 
 from eval import EvalConfig
 from support.command import Refused, parse_flags
-from train import Config, check_config, find_loss
+from train import Config, find_loss
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -30,7 +30,6 @@ def refusal(*flags: str) -> str:
     """The sentence that refuses these flags of train.py."""
     with pytest.raises(Refused) as refused:
         cfg = parse_flags(Config, list(flags))
-        check_config(cfg)
         find_loss(cfg.objective, cfg.objective_args)
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -134,7 +133,6 @@ def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe
 def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8" if "8gpu" in path.stem else "1")
     cfg = parse_flags(Config, [f"--config={path}"])
-    check_config(cfg)
     find_loss(cfg.objective, cfg.objective_args)
 
 

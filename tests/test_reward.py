@@ -17,7 +17,6 @@ from support.command import Refused
 from support.tasks import (
     TASKS,
     check_model,
-    check_trainable,
     encode_problems,
     encode_prompt,
     load_rows,
@@ -427,18 +426,6 @@ def test_scoring_loads_neither_torch_nor_math_verify():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_demonstration_shows_a_right_and_a_wrong_completion_of_each_verifier():
-    done = subprocess.run(
-        [sys.executable, "reward.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rewards = [line.rpartition("-> ")[2] for line in done.stdout.splitlines()[1:]]
-    assert rewards == ["1.0", "0.0"] * 3
-
-
 # --- tasks: tests/data has a folder of each hub id, with problems of our own
 
 
@@ -668,7 +655,9 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(capsys):
         )
 
     # "1+1\n\nSolution:" has 14 characters, which are tokens here.
-    assert encode(14, drop_long=True).problems == problems[:1]
+    kept, prompts = encode(14, drop_long=True)
+    assert kept == problems[:1]
+    assert [len(prompt) for prompt in prompts] == [14]
     assert "1 of 2 prompts have over 14 tokens" in capsys.readouterr().err
     for room, drop_long in ((14, False), (13, True)):
         with pytest.raises(Refused, match="of 2 prompts have over 1. tokens: lower"):
@@ -685,8 +674,8 @@ def test_a_model_that_is_none_or_cannot_be_shared_or_trained_is_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(Refused, match="rollout_tp is 3, which does not divide tiny's"):
         check_model("tiny", tp=3)
-    check_trainable("tiny")
+    check_model("tiny", to_train=True)
     config = json.loads((ROOT / "tiny/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     with pytest.raises(Refused, match="is of type gpt2.* give one of type llama"):
-        check_trainable(str(tmp_path))
+        check_model(str(tmp_path), to_train=True)

@@ -137,13 +137,18 @@ def test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then(
     train_here, monkeypatch
 ):
     heldout_accuracy = train.heldout_accuracy
-    distances = []
+    policies, distances = [], []
 
-    def compared(evaluator, policy, cfg, heldout):
-        accuracy = heldout_accuracy(evaluator, policy, cfg, heldout)
-        distances.append(check_sync(evaluator, policy, heldout.prompts))
+    def built(*arguments):
+        policies.append(build_policy(*arguments))
+        return policies[0]
+
+    def compared(evaluator, heldout, cfg):
+        accuracy = heldout_accuracy(evaluator, heldout, cfg)
+        distances.append(check_sync(evaluator, policies[0], heldout.prompts))
         return accuracy
 
+    monkeypatch.setattr(train, "build_policy", built)
     monkeypatch.setattr(train, "heldout_accuracy", compared)
     flags = ["--steps=1", "--learning_rate=3e-3", "--warmup_steps=0", *FP8]
     train_here(*flags, "--seed=1", "--prompts_per_step=4")

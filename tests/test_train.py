@@ -60,7 +60,6 @@ def plain_update(
         "ratio": rho.mean(),
         "clip_fraction": (rho > e_b).float().mean(),
         "mismatch_mean": log_rho.abs().mean(),
-        "mismatch_max": log_rho.abs().max(),
         "grad_norm": gradient.norm(),
     }
     return gradient, {name: value.item() for name, value in stats.items()}

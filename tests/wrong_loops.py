@@ -105,7 +105,7 @@ NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
 MINIBATCHES = "list(torch.arange(responses).chunk(cfg.minibatches))"
 SUMS = "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)"
 E_B = "token_count, e_b = sums[0].item(), effective_sample_size(sums).item()"
-SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
+SYNC = "sync(engine, evaluator, policy, step)"
 
 MISTAKES: dict[str, Mistake] = {
     # train.py: problems and rollouts
@@ -113,12 +113,12 @@ MISTAKES: dict[str, Mistake] = {
         train.sample_batch, "(step - 1) * cfg", "(step - 1) // 2 * cfg", [SETTINGS]
     ),
     "the same order in every epoch": Mistake(
-        train.problem_at, "(seed, epoch,", "(seed, 0,", [EPOCHS]
+        train.problem_order, "{seed} {epoch}", "{seed} 0", [EPOCHS]
     ),
     "the seed left out of the order of the problems": Mistake(
-        train.problem_at,
-        "(seed, epoch,",
-        "(0, epoch,",
+        train.problem_order,
+        "{seed} {epoch}",
+        "0 {epoch}",
         [
             "test_loop."
             "test_runs_of_different_seeds_have_the_problems_in_different_orders"
@@ -154,14 +154,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: rewards and advantages
     "the answers of other problems": Mistake(
-        train.sample_batch,
-        "train.problems[number]",
-        "train.problems[number - 1]",
+        reward.Split.score,
+        "self.problems[number]",
+        "self.problems[number - 1]",
         ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
     "the verifier of another task": Mistake(
-        train.sample_batch,
-        "task_of(cfg.task).verifier",
+        reward.load_split,
+        "task.verifier",
         '"exact"',
         ["test_loop.test_answers_are_checked_by_the_verifier_of_the_task"],
     ),
@@ -187,10 +187,7 @@ MISTAKES: dict[str, Mistake] = {
         [ADVANTAGE],
     ),
     "the task's instruction left out": Mistake(
-        train.load_data, "task_of(cfg.task).instruction", "None", [PROMPTS]
-    ),
-    "an evaluation without the task's instruction": Mistake(
-        eval.load_benchmarks, "task_of(task).instruction", "None", [PROMPTS]
+        reward.load_split, "task.instruction", "None", [PROMPTS]
     ),
     "a base model's beginning-of-sequence token left out": Mistake(
         support.tasks.encode_prompt,
@@ -274,8 +271,8 @@ MISTAKES: dict[str, Mistake] = {
     # train.py: the gradient
     "the KL without its gradient": Mistake(
         train.update,
-        "kl_of_positions(top_logp, part, cfg)",
-        "kl_of_positions(top_logp.detach(), part, cfg)",
+        "compared = top_logp,",
+        "compared = top_logp.detach(),",
         [BATCH],
     ),
     "the advantages of other rows": Mistake(
@@ -292,12 +289,6 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "statistics of the last micro-batch": Mistake(
         train.update, "totals += of_tokens", "totals = of_tokens", [BATCH]
-    ),
-    "the furthest token of the last micro-batch": Mistake(
-        train.update,
-        "torch.maximum(furthest, log_ratio.abs().max())",
-        "log_ratio.abs().max()",
-        [BATCH],
     ),
     "an update by an e_B that is not finite": Mistake(
         train.update, "if not math.isfinite(e_b):", "if False:", [NOT_FINITE]
@@ -369,10 +360,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: evaluation
     "held-out accuracy at the temperature of the rollouts": Mistake(
-        train.heldout_accuracy, "cfg.policy_temperature", "cfg.temperature", [HELDOUT]
+        eval.heldout_accuracy, "cfg.policy_temperature", "cfg.temperature", [HELDOUT]
     ),
     "greedy accuracy that is sampled": Mistake(
-        train.heldout_accuracy,
+        eval.heldout_accuracy,
         '"heldout_greedy": 0.0',
         '"heldout_greedy": 1.0',
         [HELDOUT],
@@ -384,9 +375,9 @@ MISTAKES: dict[str, Mistake] = {
         train.build_engines, 'load_format="dummy"', 'load_format="auto"', [ENGINES]
     ),
     "an evaluator without the newest weights": Mistake(
-        train.heldout_accuracy,
-        'cfg.rollout_quantization != "none"',
-        "False",
+        train.sync,
+        "if evaluator is not engine:",
+        "if False:",
         [
             "test_sync."
             "test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then"
