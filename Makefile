@@ -12,9 +12,6 @@ REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,require
 VENV := .venv
 BIN := $(VENV)/bin
 
-# torch would say on stderr that it binds memory to the nodes of the CPU.
-export TORCH_CPP_LOG_LEVEL ?= ERROR
-
 .PHONY: train test test-all compare reproduce bench gpu-check lint
 train: $(VENV)/installed
 	$(BIN)/torchrun --standalone train.py

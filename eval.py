@@ -18,6 +18,7 @@ from math import comb
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import numpy as np
 import torch.distributed as dist
 from pydantic import Field

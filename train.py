@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal, Self
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
 import torch.distributed as dist
 from pydantic import Field, model_validator

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -7,10 +7,12 @@ are of 2^30 bytes, as kv_cache_gb is; an "80 GB" card has 79 of them. It refuses
 that does not fit.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -11,6 +11,7 @@ how the memory of the run left alone grew.
 """
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.runs import ROOT, commit_here
 from support.checkpoints import checkpoints
