@@ -18,7 +18,7 @@ from math import comb
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import numpy as np
 import torch.distributed as dist
 from pydantic import Field
@@ -130,13 +130,14 @@ def evaluate(
     seed: int = 0,
     **sampling: Any,
 ) -> list[int]:
-    """How many of `samples` responses to each problem are right. Every rank gets all.
+    """How many of `samples` responses to each problem are right.
 
-    The ranks share the problems, with noise that depends on the problem alone.
-    `sampling` are vLLM's SamplingParams. A collective.
+    The ranks share the problems, with noise that depends on the problem alone, and all
+    return the counts of all problems. `sampling` are vLLM's SamplingParams. A
+    collective.
     """
-    # Ranks that share an engine all have to sample. One without problems of its own
-    # takes the first.
+    # Every rank has to sample something, as an engine may be shared, and Rollouts
+    # cannot be empty. A rank without problems of its own repeats the first.
     mine = prompts_of_rank(len(split.prompts)) or [0]
     rollouts = engine.sample(
         [split.prompts[i] for i in mine],

@@ -14,14 +14,15 @@ response tokens, of all micro-batches, on all ranks. sg stops the gradient.
     (12)  L     = mean_B[ -sg(min(rho_t, e_B)) A_t log pi_theta(y_t | x, y_<t)
                           + (1 - e_B) KL(pi_theta(. | x, y_<t) || pi_b(. | x, y_<t)) ]
 
-On a fresh batch e_B is near 1: hardly any weight is cut, the KL hardly counts, and (12)
-is REINFORCE with a baseline. On a stale batch e_B falls: the cap tightens, and the KL
-pulls pi_theta back to pi_b. e_B is measured, so nothing is left to tune.
+On a fresh batch e_B is near 1: the cap changes each weight by next to nothing, the KL
+hardly counts, and (12) is REINFORCE with a baseline. On a stale batch e_B falls: the
+cap tightens, and the KL pulls pi_theta back to pi_b. e_B is measured, so nothing is
+left to tune.
 
 An objective is a function of five arguments: log pi_theta, log pi_b, the advantage and
-the KL, each [N, T] for N responses of at most T tokens, and the number e_B. Logarithms
-are in nats. It returns the loss of each token, [N, T]. `update` in train.py leaves out
-the padding and averages over B.
+the KL, each [N, T] for N responses of at most T tokens, and the number e_B. It returns
+the loss of each token, [N, T]. `update` in train.py leaves out the padding and averages
+over B. Logarithms are in nats.
 
     python loss.py      # what e_B does to a few small batches
 """
@@ -38,9 +39,9 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group, plus 1e-6. As in the authors' code the deviation is over
-    G - 1. In the paper it is over G, so its advantages are 1.07 times as large at G =
-    8. Equal rewards have advantage 0.
+    deviation of the group, plus 1e-6. It is over G - 1, as in the authors' code. In the
+    paper, as quoted, it is over G, and advantages are 1.07 times as large at G = 8.
+    Equal rewards have advantage 0.
     """
     # If all rewards are equal, this makes all of them exactly 0.
     reward = reward - reward[..., :1]
@@ -125,8 +126,8 @@ def p3o(
     """P3O (12), the loss of each token: [N, T]. It has no hyper-parameters.
 
     logp is log pi_theta of the sampled tokens, and logp_behavior log pi_b of the same.
-    kl is the KL of (12) at each position. logp and kl carry the gradient. All of them
-    and the advantage are [N, T]. e_b is e_B of the whole batch.
+    kl is the KL of (12) at each position. All four tensors are [N, T], and logp and kl
+    carry the gradient. e_b is e_B of the whole batch.
     """
     rho = (logp - logp_behavior).exp()  # (7)
     weight = rho.clamp(max=e_b).detach()  # sg(min(rho, e_B))
@@ -153,9 +154,10 @@ def grpo(
 
     The arguments are p3o's, and eps is the clip range. (4) is equation 7 of arXiv
     1707.06347. A token whose ratio has left the range in the direction of its advantage
-    has no gradient. In the other direction nothing bounds rho A. GRPO (arXiv
-    2402.03300, equation 3) averages over responses first, and adds a KL to a fixed
-    reference model. Here every token counts the same, and there is no reference model.
+    has no gradient. Where A < 0 and rho is above the range the loss is rho A, however
+    large rho is. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
+    adds a KL to a fixed reference model. Here every token counts the same, and there is
+    no reference model.
     """
     rho = (logp - logp_behavior).exp()
     clipped = rho.clamp(1 - eps, 1 + eps)

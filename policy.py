@@ -21,15 +21,16 @@ CHUNK = 1024  # response tokens whose logits exist at the same time
 # in nats a token. Rounding makes up to 0.03 of it, and fp8 up to 0.2. A layer without
 # its weights makes several nats.
 LIMIT_AT_START = 0.5
-# The later limit is five times the distance at the start, plus this.
+# After later syncs they may be five times as far apart as after the first, plus this,
+# but never further than LIMIT_AT_START.
 ALLOWANCE = 0.1
 
 
 class Policy(torch.nn.Module):
     """A causal language model of transformers with a linear head (Llama, Qwen, ...).
 
-    It is a module because FSDP gathers the weights of its root (the embedding, the
-    head) when that root is called.
+    FSDP gathers the weights of the root module (the embedding, the head) when the root
+    is called. `forward` uses the head's weight directly, so Policy has to be the root.
     """
 
     def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
@@ -48,8 +49,10 @@ class Policy(torch.nn.Module):
         output = self.model.base_model(input_ids=rollouts.tokens, use_cache=False)
         row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
         position = rollouts.prompt_length[row] + t  # [M]
-        hidden = output[0][row, position - 1]  # [M, D]; the token before predicts it
+        # [M, D]. The position before a token predicts it.
+        hidden = output.last_hidden_state[row, position - 1]
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
+        # [M, 1 + K]
         tokens = torch.cat([sampled_token, rollouts.top_tokens[row, t]], dim=1)
         # Cast once, outside the chunks, so that their gradients add up in float32.
         head = self.model.get_output_embeddings().weight.float()  # [V, D]
@@ -116,7 +119,7 @@ def build_policy(
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    # transformers checkpoints gradients in training mode only.
+    # transformers checkpoints activations in training mode only. There is no dropout.
     return policy.train()
 
 
@@ -136,12 +139,12 @@ def check_sync(
     prompts: list[list[int]],
     at_start: float | None = None,
 ) -> float:
-    """Hold log pi_b of a few fresh samples against log pi_theta, right after a sync.
+    """Compare log pi_b and log pi_theta on a few fresh samples, right after a sync.
 
     Returns their distance: mean |log pi_theta - log pi_b| in nats a token, of the rank
     where it is largest. The samples are at the policy's temperature, so only rounding
     and fp8 lie between the two. `at_start` is what the first call returned. Raises
-    Refused, on all ranks, where the engine lacks weights. A collective.
+    Refused, on all ranks, where they are further apart than the limit. A collective.
     """
     prompts = prompts[:4]
     samples = engine.sample(

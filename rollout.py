@@ -28,19 +28,22 @@ class Rollouts:
     """N responses, padded on the right. Column t of [N, T] is the t-th token."""
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
-    prompt_length: torch.Tensor  # [N], where the response begins in tokens
+    prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
     mask: torch.Tensor  # [N, T] bool: True on response tokens
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
     top_tokens: torch.Tensor  # [N, T, K] the K tokens that pi_b finds most likely there
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of these, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without special tokens
-    weight_version: str  # the step after which the weights that sampled were taken
+    weight_version: str  # of the weights that sampled: how many steps they had
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], the same for a response's tokens
 
     def select(self, rows: torch.Tensor, device: torch.device) -> "Rollouts":
-        """These responses on this device, as wide as the longest of them needs."""
+        """These responses on this device, as wide as the longest of them needs.
+
+        Of what has two dimensions or three, columns that are all padding are cut.
+        """
         response_length = self.mask[rows].sum(dim=1)
         longest_response = int(response_length.max())
         longest = int((self.prompt_length[rows] + response_length).max())
@@ -103,7 +106,7 @@ def noise_seed(seed: int, place: int, samples: int) -> int:
     """The seed of the noise of the prompt at `place` in a run, with so many samples.
 
     The engine adds j for sample j. So no two samples of a run have the same noise. The
-    run's own seed is hashed, so that runs 0 and 1 do not share their noise.
+    first seed of a run is a random number, so that runs 0 and 1 share no noise.
     """
     return random.Random(seed).getrandbits(31) + place * samples
 
@@ -156,7 +159,7 @@ class Engine:
             # In this process and in its process group.
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=tp,
-            # Those of the distribution that was sampled from.
+            # log pi_b: after temperature, top-p and top-k.
             logprobs_mode="processed_logprobs",
             max_logprobs=self.top_logprobs,
             # The head in float32, as in Policy.
@@ -164,20 +167,20 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-            # vLLM only checks that this share of the memory is free.
+            # Only checked to be free: the line above has the size of the cache.
             gpu_memory_utilization=0.01,
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,
             use_tqdm_on_load=verbose,
-            # On a CPU vLLM cannot prefill a prompt that has its own seed in pieces.
+            # On a CPU vLLM cannot prefill in pieces where each request has a seed.
             enable_chunked_prefill=cuda,
             max_num_batched_tokens=None if cuda else max(8192, max_model_len),
         )
-        # On a CPU the ranks of an engine share memory under a name that is the same in
-        # every run. A killed run would leave it, and the next one would fail. Without a
-        # name the memory is freed with the last process that has it open.
-        for segment in Path("/dev/shm").glob("*-cpushm*"):
-            segment.unlink(missing_ok=True)
+        if tp > 1:
+            # On a CPU these ranks share memory by a name that is the same in every run.
+            # Without the name it goes with the last process, even of a killed run.
+            for segment in Path("/dev/shm").glob("*-cpushm*"):
+                segment.unlink(missing_ok=True)
         self.tokenizer = self.llm.get_tokenizer()
 
     def sample(
@@ -244,7 +247,7 @@ class Engine:
             torch.tensor(prompt + list(response.token_ids))
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        # ValueError if there are several: then the weights changed while it sampled.
+        # ValueError unless there is one: else the weights changed while it sampled.
         [version] = {span.version for r in responses for span in r.weight_versions}
         return Rollouts(
             tokens=pad_sequence(sequences, batch_first=True),

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal, Self
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import torch
 import torch.distributed as dist
 from pydantic import Field, model_validator
@@ -74,8 +74,8 @@ SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
 class Config(Flags):
     """A run. These fields make its data off-policy: temperature (another than
-    policy_temperature), top_p, top_k, rollout_quantization, lag, passes and
-    minibatches. --config FILE.yaml sets any field."""
+    policy_temperature), top_p, top_k, rollout_quantization, rollout_dtype (another than
+    dtype), lag, passes and minibatches. --config FILE.yaml sets any field."""
 
     model: str = "tiny"
     """the initial policy: a model folder or a hub name"""
@@ -118,7 +118,7 @@ class Config(Flags):
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
     """how the engine's linear layers compute while it samples rollouts"""
     lag: Count = 0
-    """steps between the sampling of a batch and its use"""
+    """steps between the sampling of a batch and its use; fewer for the first ones"""
     max_prompt_tokens: Count = 0
     """drop longer prompts; 0: every prompt has to fit"""
     max_response_tokens: PositiveCount = 64
@@ -200,19 +200,20 @@ def find_loss(
             if module
             else LOSSES[name]
         )
+        # Five stand-ins for its arguments.
         inspect.signature(loss_fn).bind(*range(5), **hyper_parameters)
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise Refused(
-            f"objective {name!r} with {hyper_parameters or 'no objective_args'}: "
-            f"{error}; give {', '.join(LOSSES)} or module:name, and its own keywords"
+            f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
+            f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
         ) from None
     return partial(loss_fn, **hyper_parameters)
 
 
 def problem_order(seed: int, problem_count: int, places: int) -> list[int]:
-    """The numbers of the problems of a run, of at least so many places from its start.
+    """The numbers of the problems in the order in which a run uses them.
 
-    Epoch follows on epoch, each in an order of its own.
+    There are at least `places` of them. Each epoch is shuffled anew.
     """
     order = []
     for epoch in range(math.ceil(places / problem_count)):
@@ -226,14 +227,15 @@ def sample_batch(
 ) -> Rollouts:
     """This rank's share of a step's rollout batch, with rewards and advantages.
 
-    The problem and the noise of a group depend only on its place in the run. So any
-    number of ranks draws the same samples, up to rounding. A collective.
+    The groups of a run are numbered from its start. This number, the group's place,
+    decides its problem and its noise. So any number of ranks draws the same samples, up
+    to rounding. A collective.
     """
     first = (step - 1) * cfg.prompts_per_step
-    places = [first + group for group in prompts_of_rank(cfg.prompts_per_step)]
+    places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     order = problem_order(cfg.seed, len(train.prompts), step * cfg.prompts_per_step)
     numbers = [order[place] for place in places]
-    # Seed 0 is that of the evaluations.
+    # The evaluations have seed 0, so the rollouts begin at 1.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -255,7 +257,7 @@ def sample_batch(
 
 
 def minibatches(cfg: Config, responses: int) -> list[torch.Tensor]:
-    """This rank's rows of each batch B of a step: one list of them for each update.
+    """This rank's rows of each batch B of a step: one tensor of them for each update.
 
     Its rows are cut into minibatches, in order, and the list is repeated `passes`
     times. Rank r of w has the prompts r, r + w, ..., so the prompts of a minibatch are
@@ -269,9 +271,10 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    The longest response on any rank decides how many go into a part, one at least. So
-    every rank has equally many parts, as FSDP needs all ranks in every forward pass.
-    Responses are sorted by length, so that little of a part is padding. A collective.
+    The longest prompt with its response on any rank decides how many go into a part,
+    one at least. So every rank has equally many parts, as FSDP needs all ranks in every
+    forward pass. They are sorted by length, so that little of a part is padding. A
+    collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest = length[rows].max()
@@ -293,12 +296,13 @@ def update(
     """Make one optimizer step on B, these rows of every rank, and return its metrics.
 
     How B is divided into micro-batches and ranks changes e_B and the gradient by
-    rounding alone. A collective. FloatingPointError if either is not finite.
+    rounding alone. Raises FloatingPointError, on all ranks, where e_B or the gradient
+    is not finite. A collective.
     """
     device = next(policy.parameters()).device
     *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
-    # First pass: e_B needs rho on all of B before any token has its weight. Only the
-    # last part builds a graph. It is used below, so that one part needs no second pass.
+    # First, e_B: it needs rho on all of B before any token has its weight. Only the
+    # last part builds a graph, which is used below. The others are computed twice.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for part in [*others, last]:
         with torch.set_grad_enabled(part is last):
@@ -308,8 +312,8 @@ def update(
     token_count, e_b = sums[0].item(), effective_sample_size(sums).item()  # (11)
     if not math.isfinite(e_b):
         raise FloatingPointError(
-            f"step {step}: e_B is not finite, as some ratio is not: lower the learning "
-            "rate, and look at mismatch_mean of the steps before"
+            f"step {step}: e_B is not finite, as some ratio is not, or is beyond "
+            "e^350: lower the learning rate, and see mismatch_mean of the steps before"
         )
 
     totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -320,8 +324,8 @@ def update(
             compared = restrict_to_support(*compared)
         kl = kl_divergence(*compared)  # [N, T]
         loss = loss_fn(logp, part.logp_behavior, part.advantage, kl, e_b)  # [N, T]
-        share = loss[part.mask].sum() / token_count  # of the mean over B
-        # FSDP averages the ranks' gradients. We need their sum, so times the ranks.
+        share = loss[part.mask].sum() / token_count  # this part's share of the mean
+        # FSDP averages the ranks' gradients. We need their sum.
         (share * dist.get_world_size()).backward()
 
         log_ratio = (logp - part.logp_behavior).detach()  # [N, T]
@@ -329,12 +333,12 @@ def update(
         of_tokens = torch.stack([loss, kl, is_cut, log_ratio.abs()])  # [4, N, T]
         totals += of_tokens.detach()[:, part.mask].sum(dim=1)
     dist.all_reduce(totals)
-    loss, kl, clip_fraction, mismatch_mean = (totals / token_count).tolist()
+    mean_loss, mean_kl, clip_fraction, mismatch_mean = (totals / token_count).tolist()
     grad_norm = apply_gradient(policy, optimizer, cfg, step)
     return {
-        "loss": loss,
+        "loss": mean_loss,
         "ess": e_b,
-        "kl": kl,
+        "kl": mean_kl,
         "ratio": sums[1].item() / token_count,
         "clip_fraction": clip_fraction,
         "mismatch_mean": mismatch_mean,
@@ -361,8 +365,9 @@ def apply_gradient(
 def load_data(cfg: Config) -> tuple[PreTrainedTokenizerBase, Split, Split, int]:
     """The model's tokenizer, the problems to train on, and those held out.
 
-    The last value is the number of tokens of the longest prompt with a response of full
-    length. Raises Refused if there is no such model or task, or no problem fits.
+    The last value is how many tokens the engine needs: those of the longest prompt and
+    max_response_tokens. Raises Refused if there is no such model or task, or a prompt
+    does not fit.
     """
     tokenizer, context = check_model(cfg.model, cfg.rollout_tp, to_train=True)
     room = context - cfg.max_response_tokens
@@ -388,15 +393,15 @@ def is_due(every: int, step: int, cfg: Config) -> bool:
 def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     """The engine that samples rollouts, and the one that evaluates.
 
-    They are the same one but for fp8 rollouts, since the policy is evaluated and not
-    its quantized copy. vLLM lets only one engine of a process sleep, so the second
-    stays awake.
+    One engine does both. But where rollouts are in fp8, a second one without fp8
+    evaluates, so that accuracy is that of the policy. vLLM lets only one engine of a
+    process sleep, so the second stays awake.
     """
     build = partial(
         Engine,
         cfg.model,
         max_model_len,
-        # Random weights. If a sync misses one, it stays random, and check_sync fails.
+        # Random weights, so that check_sync notices what the first sync leaves out.
         load_format="dummy",
         tp=cfg.rollout_tp,
         dtype=cfg.rollout_dtype,
@@ -413,7 +418,10 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 
 
 def sync(engine: Engine, evaluator: Engine, policy: Policy, step: int) -> None:
-    """Give both engines, or the one that is both, these weights. A collective."""
+    """Load the policy's weights into the engine, and the evaluator if it is another.
+
+    They are called by the number of steps that they had. A collective.
+    """
     engine.load_weights(full_weights(policy), version=str(step))
     if evaluator is not engine:
         evaluator.load_weights(full_weights(policy), version=str(step))
@@ -441,7 +449,8 @@ def main() -> None:
     log = Log(out, tokenizer, cfg.group_size, done)
 
     sync(engine, evaluator, policy, done)
-    distance = check_sync(engine, policy, train.prompts)
+    first_distance = check_sync(engine, policy, train.prompts)
+    check_sync(evaluator, policy, train.prompts)
     if done == 0:
         log.before(heldout_accuracy(evaluator, heldout, cfg))
     for step in range(done + 1, cfg.steps + 1):
@@ -466,7 +475,7 @@ def main() -> None:
         with log.phase("sync"):
             sync(engine, evaluator, policy, step)
         if is_due(SYNC_CHECK_EVERY, step, cfg):
-            check_sync(engine, policy, train.prompts, distance)
+            check_sync(engine, policy, train.prompts, first_distance)
 
         # 5 evaluate, log, save
         accuracy = {}

@@ -15,8 +15,8 @@ as means over its updates, each of the whole batch B of the update:
     ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio                mean of rho
-    clip_fraction        share of the tokens with rho > e_B, which the cap of P3O cuts;
-                         half of a fresh batch, by next to nothing
+    clip_fraction        share of the tokens with rho > e_B, which the cap of P3O cuts:
+                         most of a fresh batch, each by next to nothing
     grad_norm            before clipping
 
 of one update:

@@ -348,13 +348,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the first sync unchecked": Mistake(
         train.main,
-        "distance = check_sync(engine, policy, train.prompts)",
-        "distance = 0.0",
+        "first_distance = check_sync(engine, policy, train.prompts)\n"
+        "    check_sync(evaluator, policy, train.prompts)",
+        "first_distance = 0.0",
         [KEEPS_WEIGHTS],
     ),
     "later syncs unchecked": Mistake(
         train.main,
-        "check_sync(engine, policy, train.prompts, distance)",
+        "check_sync(engine, policy, train.prompts, first_distance)",
         "pass",
         [KEEPS_WEIGHTS],
     ),
