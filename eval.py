@@ -22,7 +22,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's 
 import numpy as np
 import torch.distributed as dist
 from pydantic import Field
-from scipy.stats import binomtest, bootstrap
 
 from reward import Split, load_split
 from rollout import Engine, init_distributed, noise_seed, prompts_of_rank
@@ -98,6 +97,9 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
     the interval is the exact binomial one. A single problem tells nothing of others:
     its interval is 0 to 1.
     """
+    # Not at the top of the file: it takes half a second, and train.py can do without.
+    from scipy.stats import binomtest, bootstrap
+
     value, problems = float(np.mean(passes)), len(passes)
     if problems == 1:
         low, high = 0.0, 1.0
