@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from support.command import Refused
+from support.cpu import bfloat16_is_slow
 
 KEPT = 2  # checkpoints of a run, the newest
 # Fields that a resumed run may change, as they do not change what it learns. With a lag
@@ -73,7 +74,9 @@ def make_out_dir(cfg: Any) -> Path:
         out.mkdir(parents=True)
         (out / "config.json").write_text(json.dumps(config_of(cfg), indent=1) + "\n")
     if dist.get_rank() == 0:
-        print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
+        is_slow = cfg.rollout_dtype == "bfloat16" and bfloat16_is_slow()
+        note = " (slow on this CPU: support/cpu.py)" if is_slow else ""
+        print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
     return out
 
 

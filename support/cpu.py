@@ -20,15 +20,23 @@ def default_dtype() -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
+def bfloat16_is_slow() -> bool:
+    """Whether this is a CPU that multiplies bfloat16, and fp8, in a plain loop.
+
+    A CPU that does it itself (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of
+    the time that float32 takes. Any other takes twice as long, and for fp8 has taken 20
+    times as long.
+    """
+    on_cpu = not torch.cuda.is_available()
+    return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def default_rollout_dtype(quantization: str) -> str:
     """What rollouts are sampled in: bfloat16 where that is fast, or is all there is.
 
-    A CPU that multiplies bfloat16 itself (AVX-512 BF16, AMX) samples the embedded
-    policy in 0.8 of the time that float32 takes. Any other multiplies it in a plain
-    loop, and takes twice as long. vLLM has fp8 beside bfloat16 alone.
+    vLLM has fp8 beside bfloat16 alone.
     """
-    is_fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bfloat16" if is_fast or quantization != "none" else default_dtype()
+    return "float32" if bfloat16_is_slow() and quantization == "none" else "bfloat16"
 
 
 def prepare_cpu(ranks_of_node: int) -> None:

@@ -7,6 +7,8 @@ import pytest
 from conftest import ROOT
 from launch import ENVIRONMENT
 
+import support.checkpoints
+import support.cpu
 from eval import EvalConfig
 from support.command import Refused, parse_flags
 from train import Config, find_loss
@@ -157,3 +159,25 @@ def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_i
     assert done.stderr.startswith(printed)
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""  # with an out_dir it would say what it computes in
+
+
+@pytest.mark.parametrize(
+    "is_slow, flags, sampled_in, note",
+    [
+        (False, [], "bfloat16", ""),
+        (True, [], "float32", ""),
+        (True, ["--rollout_quantization=fp8_per_channel"], "bfloat16", " (slow on"),
+        (True, ["--rollout_dtype=bfloat16"], "bfloat16", " (slow on"),
+    ],
+    ids=["fast", "slow", "fp8", "asked"],
+)
+def test_auto_avoids_bfloat16_where_it_is_slow_and_a_run_says_what_it_samples_in(
+    is_slow, flags, sampled_in, note, group, monkeypatch, tmp_path, capsys
+):
+    for module in support.cpu, support.checkpoints:
+        monkeypatch.setattr(module, "bfloat16_is_slow", lambda: is_slow)
+    cfg = parse_flags(Config, [f"--out_dir={tmp_path}/run", *flags])
+    support.checkpoints.make_out_dir(cfg)
+    assert (cfg.dtype, cfg.rollout_dtype) == ("float32", sampled_in)
+    said = f"/run: trains in float32, samples in {sampled_in}{note}"
+    assert said in capsys.readouterr().out
