@@ -10,6 +10,7 @@ package of this project. An environment for it is made by
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0
+    .venv-trl/bin/pip uninstall -y torchvision torchaudio torchcodec
 
 What is compared runs in turn. A ratio is the median of those of the turns: neighbors on
 the machine disturb it less than they disturb seconds. Each part of each column runs in
