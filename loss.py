@@ -154,7 +154,7 @@ def grpo(
 
     The arguments are p3o's, and eps is the clip range. (4) is equation 7 of arXiv
     1707.06347. A token whose ratio has left the range in the direction of its advantage
-    has no gradient. Where A < 0 and rho is above the range the loss is rho A, however
+    has no gradient. Where A < 0 and rho is above the range the weight is rho A, however
     large rho is. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
     adds a KL to a fixed reference model. Here every token counts the same, and there is
     no reference model.

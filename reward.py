@@ -202,7 +202,7 @@ class Split(NamedTuple):
     def score(self, numbers: list[int], responses: list[str]) -> list[float]:
         """The reward of each response to the problems of these numbers.
 
-        All have equally many, and those to one problem are neighbors.
+        Each problem has equally many responses, which are neighbors.
         """
         samples = len(responses) // len(numbers)
         answers = []
@@ -222,7 +222,8 @@ def load_split(
 ) -> Split:
     """The first `limit` problems of a task's split (0: all), with their prompts.
 
-    Prompts of more than `room` tokens are left out if `drop_long`, else Refused.
+    Prompts of more than `room` tokens are left out if `drop_long`, else Refused. Raises
+    Refused if none is left.
     """
     task = task_of(name_or_path)
     problems, prompts = encode_problems(

@@ -156,8 +156,7 @@ class Engine:
             trust_remote_code=False,
             dtype=dtype,
             quantization=None if quantization == "none" else quantization,
-            # In this process and in its process group.
-            distributed_executor_backend="external_launcher",
+            distributed_executor_backend="external_launcher",  # in this process
             tensor_parallel_size=tp,
             # log pi_b: after temperature, top-p and top-k.
             logprobs_mode="processed_logprobs",

@@ -15,7 +15,7 @@ import math
 import os
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Literal, Self
 
@@ -73,9 +73,9 @@ SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
 
 class Config(Flags):
-    """A run. These fields make its data off-policy: temperature (another than
-    policy_temperature), top_p, top_k, rollout_quantization, rollout_dtype (another than
-    dtype), lag, passes and minibatches. --config FILE.yaml sets any field."""
+    """A run. Its data are off-policy by rounding, and by these fields: temperature
+    (another than policy_temperature), top_p, top_k, rollout_quantization, lag, passes
+    and minibatches. --config FILE.yaml sets any field."""
 
     model: str = "tiny"
     """the initial policy: a model folder or a hub name"""
@@ -167,7 +167,7 @@ class Config(Flags):
     """show the messages of vLLM and torch"""
 
     @model_validator(mode="after")
-    def check(self) -> Self:
+    def check_and_settle(self) -> Self:
         """Refuse what does not go together, and settle "auto" for this machine."""
         world = int(os.environ.get("WORLD_SIZE", 1))
         if self.prompts_per_step % (world * self.minibatches):
@@ -210,16 +210,13 @@ def find_loss(
     return partial(loss_fn, **hyper_parameters)
 
 
-def problem_order(seed: int, problem_count: int, places: int) -> list[int]:
-    """The numbers of the problems in the order in which a run uses them.
-
-    There are at least `places` of them. Each epoch is shuffled anew.
-    """
-    order = []
-    for epoch in range(math.ceil(places / problem_count)):
-        shuffle = random.Random(f"{seed} {epoch}")
-        order += shuffle.sample(range(problem_count), problem_count)
-    return order
+def problems_at(seed: int, problem_count: int, places: Iterable[int]) -> list[int]:
+    """The numbers of the problems at these places of a run. Each epoch is shuffled."""
+    shuffled = {}
+    for epoch in {place // problem_count for place in places}:
+        order = random.Random(f"{seed} {epoch}")
+        shuffled[epoch] = order.sample(range(problem_count), problem_count)
+    return [shuffled[place // problem_count][place % problem_count] for place in places]
 
 
 def sample_batch(
@@ -233,8 +230,7 @@ def sample_batch(
     """
     first = (step - 1) * cfg.prompts_per_step
     places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
-    order = problem_order(cfg.seed, len(train.prompts), step * cfg.prompts_per_step)
-    numbers = [order[place] for place in places]
+    numbers = problems_at(cfg.seed, len(train.prompts), places)
     # The evaluations have seed 0, so the rollouts begin at 1.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
@@ -254,16 +250,6 @@ def sample_batch(
         # Every token has the advantage of its response.
         rollouts.advantage = advantage.view(-1, 1) * rollouts.mask  # [N, T]
     return rollouts
-
-
-def minibatches(cfg: Config, responses: int) -> list[torch.Tensor]:
-    """This rank's rows of each batch B of a step: one tensor of them for each update.
-
-    Its rows are cut into minibatches, in order, and the list is repeated `passes`
-    times. Rank r of w has the prompts r, r + w, ..., so the prompts of a minibatch are
-    the same on any number of ranks.
-    """
-    return list(torch.arange(responses).chunk(cfg.minibatches)) * cfg.passes
 
 
 def micro_batches(
@@ -300,12 +286,12 @@ def update(
     is not finite. A collective.
     """
     device = next(policy.parameters()).device
-    *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
+    parts = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
     # First, e_B: it needs rho on all of B before any token has its weight. Only the
     # last part builds a graph, which is used below. The others are computed twice.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for part in [*others, last]:
-        with torch.set_grad_enabled(part is last):
+    for part in parts:
+        with torch.set_grad_enabled(part is parts[-1]):
             output = policy(part)
         sums += ratio_sums(output[0] - part.logp_behavior, part.mask)
     dist.all_reduce(sums)
@@ -313,16 +299,16 @@ def update(
     if not math.isfinite(e_b):
         raise FloatingPointError(
             f"step {step}: e_B is not finite, as some ratio is not, or is beyond "
-            "e^350: lower the learning rate, and see mismatch_mean of the steps before"
+            "e^350: lower the learning rate, and see ess_min of the steps before"
         )
 
     totals = torch.zeros(4, dtype=torch.float64, device=device)
-    for part in [last, *others]:
-        logp, top_logp = output if part is last else policy(part)
-        compared = top_logp, part.top_logp_behavior  # [N, T, K] each
+    for part in reversed(parts):
+        logp, top_logp = output if part is parts[-1] else policy(part)
+        both = top_logp, part.top_logp_behavior  # [N, T, K] each
         if cfg.top_p < 1 or cfg.top_k > 0:
-            compared = restrict_to_support(*compared)
-        kl = kl_divergence(*compared)  # [N, T]
+            both = restrict_to_support(*both)
+        kl = kl_divergence(*both)  # [N, T]
         loss = loss_fn(logp, part.logp_behavior, part.advantage, kl, e_b)  # [N, T]
         share = loss[part.mask].sum() / token_count  # this part's share of the mean
         # FSDP averages the ranks' gradients. We need their sum.
@@ -366,8 +352,8 @@ def load_data(cfg: Config) -> tuple[PreTrainedTokenizerBase, Split, Split, int]:
     """The model's tokenizer, the problems to train on, and those held out.
 
     The last value is how many tokens the engine needs: those of the longest prompt and
-    max_response_tokens. Raises Refused if there is no such model or task, or a prompt
-    does not fit.
+    max_response_tokens. Raises Refused if there is no such model or task, or if a
+    prompt does not fit and may not be dropped, or if none is left.
     """
     tokenizer, context = check_model(cfg.model, cfg.rollout_tp, to_train=True)
     room = context - cfg.max_response_tokens
@@ -417,14 +403,14 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     return engine, engine if cfg.rollout_quantization == "none" else build()
 
 
-def sync(engine: Engine, evaluator: Engine, policy: Policy, step: int) -> None:
-    """Load the policy's weights into the engine, and the evaluator if it is another.
-
-    They are called by the number of steps that they had. A collective.
-    """
-    engine.load_weights(full_weights(policy), version=str(step))
+def evaluate_policy(
+    engine: Engine, evaluator: Engine, policy: Policy, heldout: Split, cfg: Config
+) -> dict[str, float]:
+    """Held-out accuracy of the policy after the sync of `engine`. A collective."""
     if evaluator is not engine:
-        evaluator.load_weights(full_weights(policy), version=str(step))
+        evaluator.load_weights(full_weights(policy), version="evaluation")
+        check_sync(evaluator, policy, heldout.prompts)
+    return heldout_accuracy(evaluator, heldout, cfg)
 
 
 def main() -> None:
@@ -443,16 +429,14 @@ def main() -> None:
     )
     optimizer = AdamW(policy.parameters(), weight_decay=cfg.weight_decay, fused=True)
     done, waiting = load_checkpoint(out, policy, optimizer) if cfg.resume else (0, [])
-    # Rollout batches that were sampled and rewarded, and not yet learned from.
-    queue = deque(Rollouts(**fields) for fields in waiting)
+    queue = deque(Rollouts(**fields) for fields in waiting)  # not yet learned from
     updates = done * cfg.passes * cfg.minibatches  # optimizer steps so far
     log = Log(out, tokenizer, cfg.group_size, done)
 
-    sync(engine, evaluator, policy, done)
+    engine.load_weights(full_weights(policy), version=str(done))
     first_distance = check_sync(engine, policy, train.prompts)
-    check_sync(evaluator, policy, train.prompts)
     if done == 0:
-        log.before(heldout_accuracy(evaluator, heldout, cfg))
+        log.before(evaluate_policy(engine, evaluator, policy, heldout, cfg))
     for step in range(done + 1, cfg.steps + 1):
         # 1 rollout, 2 reward: sample ahead until `lag` batches wait behind this one. So
         # at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
@@ -460,10 +444,12 @@ def main() -> None:
             queue.append(sample_batch(engine, cfg, step + len(queue), train, log))
         rollouts = queue.popleft()
 
-        # 3 update
+        # 3 update: rank r of w has the groups r, r + w, ... So the minibatches, which
+        # are cut in order, have the same groups on any number of ranks.
         engine.sleep()
-        history = []
-        for rows in minibatches(cfg, len(rollouts.text)):
+        history = []  # of the updates of this step
+        rows_of_rank = torch.arange(len(rollouts.text))
+        for rows in [*rows_of_rank.chunk(cfg.minibatches)] * cfg.passes:
             updates += 1
             warm_up = min(1.0, updates / max(1, cfg.warmup_steps))
             optimizer.param_groups[0]["lr"] = warm_up * cfg.learning_rate
@@ -473,14 +459,14 @@ def main() -> None:
 
         # 4 sync
         with log.phase("sync"):
-            sync(engine, evaluator, policy, step)
+            engine.load_weights(full_weights(policy), version=str(step))
         if is_due(SYNC_CHECK_EVERY, step, cfg):
             check_sync(engine, policy, train.prompts, first_distance)
 
         # 5 evaluate, log, save
         accuracy = {}
         if is_due(cfg.eval_every, step, cfg):
-            accuracy = heldout_accuracy(evaluator, heldout, cfg)
+            accuracy = evaluate_policy(engine, evaluator, policy, heldout, cfg)
         log.step(step, rollouts, history, accuracy)
         if cfg.save_every and is_due(cfg.save_every, step, cfg):
             save_checkpoint(out, step, policy, optimizer, queue)

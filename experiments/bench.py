@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,8 +55,7 @@ from train import (
     Config,
     build_engines,
     load_data,
-    minibatches,
-    problem_order,
+    problems_at,
     sample_batch,
     update,
 )
@@ -211,7 +210,7 @@ def run_trl(
     instruction = task_of(cfg.task).instruction
     prompts = []
     places = steps * cfg.prompts_per_step
-    for number in problem_order(cfg.seed, len(problems), places)[:places]:
+    for number in problems_at(cfg.seed, len(problems), range(places)):
         problem = problems[number]["prompt"]
         prompts.append(f"{instruction}\n\n{problem}" if instruction else problem)
     job = {"prompts": prompts, "steps": steps, "generator": generator}
@@ -352,7 +351,7 @@ def compare_updates(
     matrix = torch.randn(MATRIX, MATRIX, dtype=dtype, device=device)
 
     def updates() -> None:
-        for rows in minibatches(cfg, len(rollouts.text)):
+        for rows in torch.arange(len(rollouts.text)).chunk(cfg.minibatches):
             update(policy, optimizer, p3o, rollouts, rows, cfg, step=1)
 
     def products() -> None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.bench import Failed, cell, in_rounds, ratios, run_train, still
 from experiments.memory import (

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at its import
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.runs import ROOT, commit_here
 from support.checkpoints import checkpoints

@@ -53,6 +53,8 @@ class Config(train.Config):
 
     prompts_per_step: PositiveCount = 8
     """prompts of the batch"""
+    minibatches: PositiveCount = 1
+    """the page shows the whole batch"""
     step: PositiveCount = 1
     """the batch of which step"""
     sampled_by: str = ""
@@ -126,10 +128,10 @@ def sample_and_score(cfg: Config) -> tuple[ScoredBatch, Engine]:
     with torch.no_grad():
         logp, top_logp = policy(batch)
     log_ratio = (logp - batch.logp_behavior).cpu()
-    compared = top_logp, batch.top_logp_behavior
+    both = top_logp, batch.top_logp_behavior
     if cfg.top_p < 1 or cfg.top_k > 0:
-        compared = restrict_to_support(*compared)
-    kl = kl_divergence(*compared).cpu()
+        both = restrict_to_support(*both)
+    kl = kl_divergence(*both).cpu()
     return ScoredBatch(rollouts, log_ratio, kl), engine
 
 

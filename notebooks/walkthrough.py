@@ -34,9 +34,9 @@ from loss import (
     ratio_sums,
 )
 from policy import build_policy, full_weights
-from reward import load_task, score
+from reward import load_split
 from rollout import Engine, init_distributed, noise_seed
-from support.tasks import check_model, encode_problems
+from support.tasks import check_model
 
 mesh = init_distributed()
 engine = Engine("tiny", 128, dtype="float32", top_logprobs=20)
@@ -53,16 +53,9 @@ optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
 
 # %%
 G = 8
-problems = load_task("tiny", "train")[:16]
 tokenizer, _ = check_model("tiny")
-_, prompts = encode_problems(
-    problems,
-    tokenizer,
-    instruction=None,
-    room=64,
-    drop_long=False,
-    name="problems",
-)
+train = load_split("tiny", tokenizer, "train", limit=16, room=64, drop_long=False)
+problems, prompts = train.problems, train.prompts
 
 
 def sample(temperature, seed):
@@ -84,8 +77,7 @@ for response in range(G):
 # $$A = \frac{r - \mathrm{mean}(r)}{\mathrm{std}(r)} \qquad (3)$$
 
 # %%
-answers = [problem["answer"] for problem in problems for _ in range(G)]
-reward = torch.tensor(score(rollouts.text, answers, "exact"))  # [N]
+reward = torch.tensor(train.score(list(range(16)), rollouts.text))  # [N]
 advantage = group_advantage(reward.view(-1, G)).view(-1, 1)  # (3), [N, 1]
 print(f"{reward.mean():.2f} of the responses are right")
 for response in range(G):

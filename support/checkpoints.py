@@ -74,8 +74,8 @@ def make_out_dir(cfg: Any) -> Path:
         out.mkdir(parents=True)
         (out / "config.json").write_text(json.dumps(config_of(cfg), indent=1) + "\n")
     if dist.get_rank() == 0:
-        is_slow = cfg.rollout_dtype == "bfloat16" and bfloat16_is_slow()
-        note = " (slow on this CPU: support/cpu.py)" if is_slow else ""
+        is_slow = "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and bfloat16_is_slow()
+        note = " (bfloat16 is slow on this CPU)" if is_slow else ""
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
     return out
 

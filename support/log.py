@@ -16,13 +16,13 @@ as means over its updates, each of the whole batch B of the update:
     kl                   KL(pi_theta || pi_b), nats a token
     ratio                mean of rho
     clip_fraction        share of the tokens with rho > e_B, which the cap of P3O cuts:
-                         most of a fresh batch, each by next to nothing
+                         0.1 to 0.9 of a fresh batch, each by next to nothing
     grad_norm            before clipping
 
 of one update:
 
     ess_min              the smallest e_B of the updates
-    mismatch_mean        mean |log rho| at the first update: engine, lag, temperature
+    mismatch_mean        mean |log rho| at the first update, by all but the updates
 
 and rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb,
 these of rank 0 alone. With lag the first step samples several batches, and the last

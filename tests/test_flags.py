@@ -13,6 +13,7 @@ from eval import EvalConfig
 from support.command import Refused, parse_flags
 from train import Config, find_loss
 
+SLOW = " (bfloat16 is slow on this CPU)"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
@@ -166,8 +167,8 @@ def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_i
     [
         (False, [], "bfloat16", ""),
         (True, [], "float32", ""),
-        (True, ["--rollout_quantization=fp8_per_channel"], "bfloat16", " (slow on"),
-        (True, ["--rollout_dtype=bfloat16"], "bfloat16", " (slow on"),
+        (True, ["--rollout_quantization=fp8_per_channel"], "bfloat16", SLOW),
+        (True, ["--rollout_dtype=bfloat16"], "bfloat16", SLOW),
     ],
     ids=["fast", "slow", "fp8", "asked"],
 )
@@ -179,5 +180,5 @@ def test_auto_avoids_bfloat16_where_it_is_slow_and_a_run_says_what_it_samples_in
     cfg = parse_flags(Config, [f"--out_dir={tmp_path}/run", *flags])
     support.checkpoints.make_out_dir(cfg)
     assert (cfg.dtype, cfg.rollout_dtype) == ("float32", sampled_in)
-    said = f"/run: trains in float32, samples in {sampled_in}{note}"
+    said = f"/run: trains in float32, samples in {sampled_in}{note}\n"
     assert said in capsys.readouterr().out

@@ -27,8 +27,7 @@ from train import (
     build_engines,
     find_loss,
     load_data,
-    minibatches,
-    problem_order,
+    problems_at,
     sample_batch,
 )
 
@@ -36,13 +35,13 @@ from train import (
 
 
 def test_an_epoch_has_every_problem_once_and_the_next_one_another_order():
-    order = problem_order(seed=5, problem_count=12, places=24)  # two epochs
+    order = problems_at(5, 12, range(24))  # two epochs
     assert sorted(order[:12]) == sorted(order[12:]) == list(range(12))
     assert order[:12] != order[12:]
 
 
 def test_runs_of_different_seeds_have_the_problems_in_different_orders():
-    orders = {tuple(problem_order(seed, 100, 32)[:32]) for seed in range(5)}
+    orders = {tuple(problems_at(seed, 100, range(32))) for seed in range(5)}
     assert len(orders) == 5
 
 
@@ -95,7 +94,7 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(
     [call] = asked
     # Step 2 has the places 4 to 7 of the run.
     problems = len(tiny.train.prompts)
-    numbers = problem_order(3, problems, places=8)[4:8]
+    numbers = problems_at(3, problems, range(4, 8))
     assert call.pop("prompts") == [tiny.train.prompts[number] for number in numbers]
     assert len(call.pop("seeds")) == 4
     assert call == {"n": 4, "max_tokens": 5, **settings}
@@ -190,32 +189,6 @@ def test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval(tmp_pat
 # 3 update
 
 
-def test_each_pass_goes_through_every_response_once():
-    cfg = Config(prompts_per_step=6, group_size=4, minibatches=3, passes=2)
-    found = minibatches(cfg, responses=24)
-    assert [len(rows) for rows in found] == [8] * 6
-    for rows_of_pass in found[:3], found[3:]:
-        assert sorted(torch.cat(rows_of_pass).tolist()) == list(range(24))
-
-
-def test_a_minibatch_has_whole_groups_the_same_on_any_number_of_ranks():
-    cfg = Config(prompts_per_step=6, group_size=4, minibatches=3)
-
-    def prompts_of(rows: torch.Tensor, rank: int, ranks: int) -> list[int]:
-        # Group p of rank r of w is group w p + r of the step.
-        return [ranks * (row // 4) + rank for row in rows.tolist()]
-
-    alone = [prompts_of(rows, 0, 1) for rows in minibatches(cfg, 24)]
-    for prompts in alone:
-        assert sorted(prompts) == sorted(list(set(prompts)) * 4)
-    of_two = [minibatches(cfg, 12), minibatches(cfg, 12)]
-    for number, prompts in enumerate(alone):
-        together = []
-        for rank in 0, 1:
-            together += prompts_of(of_two[rank][number], rank, 2)
-        assert sorted(together) == sorted(prompts)
-
-
 @pytest.mark.parametrize(
     "ranks, prompts, is_refused", [(1, 6, False), (2, 6, True), (2, 8, False)]
 )
@@ -292,6 +265,22 @@ def test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls(record):
     ess = [row["ess"] for row in run.metrics]
     assert ess[0] > 0.9999  # the first update follows its sampling
     assert max(ess[2:]) < 0.99
+
+
+def test_each_pass_goes_through_every_response_once(record):
+    run = record("--steps=1", "--prompts_per_step=6", "--minibatches=3", "--passes=2")
+    rows = [updated.rows for updated in run.updates]
+    assert [len(each) for each in rows] == [8] * 6
+    for rows_of_pass in rows[:3], rows[3:]:
+        assert sorted(torch.cat(rows_of_pass).tolist()) == list(range(24))
+
+
+def test_a_minibatch_has_whole_groups_in_their_order(record):
+    run = record("--steps=1", "--prompts_per_step=6", "--minibatches=3")
+    # Minibatch i has the groups 2 i and 2 i + 1, of 4 rows each, and so on two ranks:
+    # rank r has the groups r, 2 + r and 4 + r, and the i-th of them is 2 i + r.
+    rows = [updated.rows.tolist() for updated in run.updates]
+    assert rows == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
 
 
 def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
@@ -456,8 +445,7 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_special_tokens_included(run
     for step in 1, 2, 3, 4:
         # The first two prompts of rank 0, at 16 prompts a step on two ranks.
         first = (step - 1) * 16
-        order = problem_order(0, len(problems), places=first + 3)
-        numbers = [order[first], order[first + 2]]
+        numbers = problems_at(0, len(problems), [first, first + 2])
         for number, sample in zip(numbers, samples[2 * step - 2 :], strict=False):
             assert sample["prompt"] == f"<bos>{problems[number]['prompt']}:"
             assert sample["reward"] in (0, 1)

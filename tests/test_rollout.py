@@ -150,10 +150,10 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
     rollouts = sample(engine, prompts[:4], temperature=HOT, top_p=top_p, top_k=top_k)
     float32 = copy.deepcopy(pi_theta).float()
     _, top_logp = Policy(float32)(rollouts)
-    compared = top_logp, rollouts.top_logp_behavior
+    both = top_logp, rollouts.top_logp_behavior
     if top_p < 1 or top_k > 0:
-        compared = restrict_to_support(*compared)
-    kl = kl_divergence(*compared)[rollouts.mask]
+        both = restrict_to_support(*both)
+    kl = kl_divergence(*both)[rollouts.mask]
 
     # Both policies on the support of pi_b, which is all tokens without top-p and top-k.
     behavior_logits = logits_of(pi_b, rollouts).detach() / HOT

@@ -120,7 +120,7 @@ def test_a_run_whose_engine_keeps_its_weights_without_a_word_stops(
     load_weights = Engine.load_weights
 
     def forgetful(engine: Engine, weights: Iterator, version: str) -> None:
-        if int(version) < lost_from:
+        if version == "evaluation" or int(version) < lost_from:
             load_weights(engine, weights, version)
         else:
             engine.llm.update_weight_version(version)
@@ -133,23 +133,33 @@ def test_a_run_whose_engine_keeps_its_weights_without_a_word_stops(
         )
 
 
+def test_a_run_whose_evaluator_keeps_its_weights_stops(train_here, monkeypatch):
+    load_weights = Engine.load_weights
+
+    def forgetful(engine: Engine, weights: Iterator, version: str) -> None:
+        if version == "evaluation":
+            engine.llm.update_weight_version(version)
+        else:
+            load_weights(engine, weights, version)
+
+    sentence = "after the sync of weights evaluation, "
+    with monkeypatch.context() as patch, pytest.raises(Refused, match=sentence):
+        patch.setattr(Engine, "load_weights", forgetful)
+        train_here("--steps=1", "--prompts_per_step=4", "--eval_problems=4", *FP8)
+
+
 def test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then(
     train_here, monkeypatch
 ):
-    heldout_accuracy = train.heldout_accuracy
-    policies, distances = [], []
+    evaluate_policy = train.evaluate_policy
+    distances = []
 
-    def built(*arguments):
-        policies.append(build_policy(*arguments))
-        return policies[0]
-
-    def compared(evaluator, heldout, cfg):
-        accuracy = heldout_accuracy(evaluator, heldout, cfg)
-        distances.append(check_sync(evaluator, policies[0], heldout.prompts))
+    def compared(engine, evaluator, policy, heldout, cfg):
+        accuracy = evaluate_policy(engine, evaluator, policy, heldout, cfg)
+        distances.append(check_sync(evaluator, policy, heldout.prompts))
         return accuracy
 
-    monkeypatch.setattr(train, "build_policy", built)
-    monkeypatch.setattr(train, "heldout_accuracy", compared)
+    monkeypatch.setattr(train, "evaluate_policy", compared)
     flags = ["--steps=1", "--learning_rate=3e-3", "--warmup_steps=0", *FP8]
     train_here(*flags, "--seed=1", "--prompts_per_step=4")
     # Only rounding to bfloat16 is between the engine that evaluates and the policy.

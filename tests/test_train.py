@@ -23,7 +23,13 @@ from launch import torchrun, torchrun_on_nodes
 from transformers import AutoModelForCausalLM
 
 import train
-from loss import effective_sample_size, p3o, ratio_sums
+from loss import (
+    effective_sample_size,
+    kl_divergence,
+    p3o,
+    ratio_sums,
+    restrict_to_support,
+)
 from policy import Policy, build_policy
 from rollout import Rollouts
 from train import micro_batches
@@ -124,6 +130,21 @@ def test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient(
     tokens, stale, trainee
 ):
     assert_right(gradient_of(trainee, stale.rollouts, micro_batch_tokens=tokens), stale)
+
+
+def test_under_top_k_the_kl_is_over_what_pi_b_can_sample(
+    engine, policy, prompts, stale, trainee
+):
+    # Over the vocabulary it would be infinite: pi_theta may sample all 20 tokens.
+    rollouts = engine.sample(prompts[:4], 1, [0, 1, 2, 3], top_k=2, max_tokens=64)
+    rollouts.advantage = torch.zeros(rollouts.mask.shape)
+    _, stats = gradient_of(trainee, rollouts, top_k=2)
+    model = AutoModelForCausalLM.from_pretrained(stale.folder / "model")
+    _, top_logp = Policy(model)(rollouts)
+    of_two = restrict_to_support(top_logp, rollouts.top_logp_behavior)
+    expected = kl_divergence(*of_two)[rollouts.mask].mean().item()
+    assert stats["kl"] == pytest.approx(expected, rel=1e-4)
+    assert expected > 0.01
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ PROMPTS = (
     "test_loop.test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval"
 )
 PASSES = "test_loop.test_each_pass_goes_through_every_response_once"
-GROUPS = "test_loop.test_a_minibatch_has_whole_groups_the_same_on_any_number_of_ranks"
+GROUPS = "test_loop.test_a_minibatch_has_whole_groups_in_their_order"
 LAG = "test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls"
 ON_POLICY = "test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights"
 METRICS = "test_loop.test_a_step_logs_the_means_of_its_updates_and_the_least_e_b"
@@ -102,10 +102,10 @@ ENDS_EARLY = (
 NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
 
 # Lines that several mistakes are about.
-MINIBATCHES = "list(torch.arange(responses).chunk(cfg.minibatches))"
+MINIBATCHES = "[*rows_of_rank.chunk(cfg.minibatches)]"
 SUMS = "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)"
 E_B = "token_count, e_b = sums[0].item(), effective_sample_size(sums).item()"
-SYNC = "sync(engine, evaluator, policy, step)"
+SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
 
 MISTAKES: dict[str, Mistake] = {
     # train.py: problems and rollouts
@@ -113,10 +113,10 @@ MISTAKES: dict[str, Mistake] = {
         train.sample_batch, "(step - 1) * cfg", "(step - 1) // 2 * cfg", [SETTINGS]
     ),
     "the same order in every epoch": Mistake(
-        train.problem_order, "{seed} {epoch}", "{seed} 0", [EPOCHS]
+        train.problems_at, "{seed} {epoch}", "{seed} 0", [EPOCHS]
     ),
     "the seed left out of the order of the problems": Mistake(
-        train.problem_order,
+        train.problems_at,
         "{seed} {epoch}",
         "0 {epoch}",
         [
@@ -197,22 +197,24 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: minibatches and micro-batches
     "every minibatch of the first rows": Mistake(
-        train.minibatches,
+        train.main,
         MINIBATCHES,
-        "[torch.arange(responses // cfg.minibatches)] * cfg.minibatches",
+        "[rows_of_rank.chunk(cfg.minibatches)[0]] * cfg.minibatches",
         [PASSES],
     ),
-    "a single pass": Mistake(train.minibatches, "* cfg.passes", "", [PASSES]),
+    "a single pass": Mistake(
+        train.main, f"{MINIBATCHES} * cfg.passes", MINIBATCHES, [PASSES]
+    ),
     "a group split between minibatches": Mistake(
-        train.minibatches,
+        train.main,
         MINIBATCHES,
-        "[torch.arange(i, responses, cfg.minibatches) for i in range(cfg.minibatches)]",
+        "[rows_of_rank[i :: cfg.minibatches] for i in range(cfg.minibatches)]",
         [GROUPS],
     ),
     "minibatches that do not follow the order of the prompts on a rank": Mistake(
-        train.minibatches,
+        train.main,
         MINIBATCHES,
-        "list(torch.arange(responses).roll(cfg.group_size).chunk(cfg.minibatches))",
+        "[*rows_of_rank.roll(cfg.group_size).chunk(cfg.minibatches)]",
         [GROUPS],
     ),
     "micro-batches larger than allowed": Mistake(
@@ -229,7 +231,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "every micro-batch computed twice": Mistake(
         train.update,
-        "output if part is last else policy(part)",
+        "output if part is parts[-1] else policy(part)",
         "policy(part)",
         ["test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass"],
     ),
@@ -238,7 +240,10 @@ MISTAKES: dict[str, Mistake] = {
         train.update, SUMS, SUMS.replace("+=", "="), [BATCH]
     ),
     "a micro-batch's sums left out": Mistake(
-        train.update, SUMS, f"if not others or part is not others[0]: {SUMS}", [BATCH]
+        train.update,
+        SUMS,
+        f"if part is parts[-1] or part is not parts[0]: {SUMS}",
+        [BATCH],
     ),
     "the sums of a rank's own tokens": Mistake(
         train.update, "dist.all_reduce(sums)", "pass", [TWO_RANKS]
@@ -264,22 +269,22 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the graph of the first micro-batch kept": Mistake(
         train.update,
-        "torch.set_grad_enabled(part is last)",
-        "torch.set_grad_enabled(part is [*others, last][0])",
+        "torch.set_grad_enabled(part is parts[-1])",
+        "torch.set_grad_enabled(part is parts[0])",
         [BATCH],
     ),
     # train.py: the gradient
     "the KL without its gradient": Mistake(
         train.update,
-        "compared = top_logp,",
-        "compared = top_logp.detach(),",
+        "both = top_logp,",
+        "both = top_logp.detach(),",
         [BATCH],
     ),
     "the advantages of other rows": Mistake(
         train.update, "part.advantage, kl", "part.advantage.flip(0), kl", [BATCH]
     ),
     "the mean of the micro-batches' means": Mistake(
-        train.update, ".sum() / token_count", ".mean() / (1 + len(others))", [BATCH]
+        train.update, ".sum() / token_count", ".mean() / len(parts)", [BATCH]
     ),
     "the number of ranks left out": Mistake(
         train.update, "share * dist.get_world_size()", "share", [TWO_RANKS]
@@ -348,8 +353,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the first sync unchecked": Mistake(
         train.main,
-        "first_distance = check_sync(engine, policy, train.prompts)\n"
-        "    check_sync(evaluator, policy, train.prompts)",
+        "first_distance = check_sync(engine, policy, train.prompts)",
         "first_distance = 0.0",
         [KEEPS_WEIGHTS],
     ),
@@ -376,13 +380,26 @@ MISTAKES: dict[str, Mistake] = {
         train.build_engines, 'load_format="dummy"', 'load_format="auto"', [ENGINES]
     ),
     "an evaluator without the newest weights": Mistake(
-        train.sync,
-        "if evaluator is not engine:",
-        "if False:",
+        train.evaluate_policy,
+        SYNC.replace("engine", "evaluator").replace("str(step)", '"evaluation"'),
+        "hasattr(policy, 'sent') or evaluator.load_weights(full_weights(policy), 'e')"
+        "; policy.sent = True",
         [
             "test_sync."
             "test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then"
         ],
+    ),
+    "the sync of the evaluator unchecked": Mistake(
+        train.evaluate_policy,
+        "check_sync(evaluator, policy, heldout.prompts)",
+        "pass",
+        ["test_sync.test_a_run_whose_evaluator_keeps_its_weights_stops"],
+    ),
+    "the KL over all listed tokens under top-k": Mistake(
+        train.update,
+        "if cfg.top_p < 1 or cfg.top_k > 0:",
+        "if cfg.top_p < 1:",
+        ["test_train.test_under_top_k_the_kl_is_over_what_pi_b_can_sample"],
     ),
     # support/log.py
     "the largest e_B for the smallest": Mistake(
