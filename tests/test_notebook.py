@@ -33,6 +33,7 @@ def test_the_notebook_was_run_from_top_to_bottom(committed: NotebookNode) -> Non
     assert sum("text/html" in output.get("data", {}) for output in outputs) == 4
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(committed: NotebookNode) -> None:
     # Its cells assert what they show: e_B of a fresh, of a stale and of a hot batch.
     again = nbformat.v4.new_notebook(cells=cells_of(SOURCE.read_text()))
