@@ -202,7 +202,7 @@ def find_loss(
         )
         # Five stand-ins for its arguments.
         inspect.signature(loss_fn).bind(*range(5), **hyper_parameters)
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # a module of the user's may raise any
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
             f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
@@ -404,10 +404,11 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 
 
 def evaluate_policy(
-    engine: Engine, evaluator: Engine, policy: Policy, heldout: Split, cfg: Config
+    evaluator: Engine, policy: Policy, heldout: Split, cfg: Config
 ) -> dict[str, float]:
-    """Held-out accuracy of the policy after the sync of `engine`. A collective."""
-    if evaluator is not engine:
+    """Held-out accuracy of the policy, after its sync. A collective."""
+    if cfg.rollout_quantization != "none":
+        # The sync has not reached this second engine.
         evaluator.load_weights(full_weights(policy), version="evaluation")
         check_sync(evaluator, policy, heldout.prompts)
     return heldout_accuracy(evaluator, heldout, cfg)
@@ -436,7 +437,7 @@ def main() -> None:
     engine.load_weights(full_weights(policy), version=str(done))
     first_distance = check_sync(engine, policy, train.prompts)
     if done == 0:
-        log.before(evaluate_policy(engine, evaluator, policy, heldout, cfg))
+        log.before(evaluate_policy(evaluator, policy, heldout, cfg))
     for step in range(done + 1, cfg.steps + 1):
         # 1 rollout, 2 reward: sample ahead until `lag` batches wait behind this one. So
         # at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
@@ -466,7 +467,7 @@ def main() -> None:
         # 5 evaluate, log, save
         accuracy = {}
         if is_due(cfg.eval_every, step, cfg):
-            accuracy = evaluate_policy(engine, evaluator, policy, heldout, cfg)
+            accuracy = evaluate_policy(evaluator, policy, heldout, cfg)
         log.step(step, rollouts, history, accuracy)
         if cfg.save_every and is_due(cfg.save_every, step, cfg):
             save_checkpoint(out, step, policy, optimizer, queue)

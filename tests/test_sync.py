@@ -154,8 +154,8 @@ def test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then(
     evaluate_policy = train.evaluate_policy
     distances = []
 
-    def compared(engine, evaluator, policy, heldout, cfg):
-        accuracy = evaluate_policy(engine, evaluator, policy, heldout, cfg)
+    def compared(evaluator, policy, heldout, cfg):
+        accuracy = evaluate_policy(evaluator, policy, heldout, cfg)
         distances.append(check_sync(evaluator, policy, heldout.prompts))
         return accuracy
 
