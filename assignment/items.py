@@ -236,8 +236,10 @@ def sums_of_batches(draw: Draw) -> list[Case]:
 def unknown_sums(draw: Draw) -> list[Case]:
     count = draw.integer(5, 9)
     cases = []
-    for total in (count, 0, math.nan, math.inf):
-        sums = torch.tensor([count if total else 0, total, total], dtype=F64)
+    # The first has an e_B. The square of 1e173 has no place in float64.
+    of_ratios = [(count, count), (0, 0), (math.nan, math.nan), (1e173, math.inf)]
+    for total, squares in of_ratios:
+        sums = torch.tensor([count if total else 0, total, squares], dtype=F64)
         cases.append((f"for the sums {listed(sums)}", [sums]))
     return cases
 
@@ -346,6 +348,9 @@ def lists_of_tokens(draw: Draw) -> list[Case]:
         logp, logp_behavior = [each[..., :count] for each in draw.policies(2, 3, 9)]
         arguments = [logp.requires_grad_(), logp_behavior.requires_grad_()]
         cases.append((f"over {count} of 9 tokens and the rest,", arguments))
+    small_rest = torch.tensor([[0.6, 0.3995], [0.5, 0.4999]], dtype=F64).log()
+    arguments = [each.clone().requires_grad_() for each in small_rest]
+    cases.append(("over two tokens and a rest of 5e-4 and 1e-4,", arguments))
     return cases
 
 

@@ -367,7 +367,7 @@ MISTAKES = [
         "3.2 3.4",
         "sums = all_reduce(sums)",
         "",
-        "what it is with e_B and token count of each rank alone",
+        "what it is with the sums of each rank alone",
     ),
     Mistake(
         "batch.py",
@@ -411,7 +411,7 @@ MISTAKES = [
         "3.3 3.4 3.5",
         "for part in reversed(parts)",
         "for part in parts[-1:]",
-        "of the last micro-batch alone",
+        "what it is for the last micro-batch alone",
     ),
     Mistake(
         "batch.py",

@@ -28,7 +28,8 @@ def update(
     all ranks have to call it equally often. After `update` the gradients of the ranks
     are averaged, as FSDP and DDP do, and the average has to be the gradient of (12).
 
-    No token has its weight before e_B of the whole batch is known, and memory holds the
-    graph of one micro-batch. So n micro-batches take 2 n - 1 passes through the policy.
+    No token has its weight before e_B of the whole batch is known, so e_B takes a first
+    pass of each micro-batch, and the gradient a second. Memory holds the graph of one
+    micro-batch, which can be kept: n micro-batches take 2 n - 1 passes.
     """
     raise NotImplementedError("part 3, the update, is not written yet")

@@ -1,6 +1,6 @@
 """Part 4: the interval of a difference that was measured with several seeds.
 
-README.md says what to run, and what stands in results.json.
+The handout, assignment/README.md, says what to run, and what stands in results.json.
 """
 
 

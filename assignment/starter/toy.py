@@ -84,7 +84,7 @@ def run_ranks(
 
 
 def random_ranks(sizes: list[list[int]], seed: int = 0) -> list[list[Part]]:
-    """For each rank its micro-batches, of so many responses each; the last are stale.
+    """For each rank its micro-batches, of so many responses each, the later the staler.
 
     For a weight of normal numbers with the shape [FEATURES, VOCABULARY].
     """
