@@ -6,7 +6,7 @@ A completion is judged in three steps:
     2. what that says                a word, a number, or a formula in LaTeX
     3. whether it is the gold one    the same word, number or formula
 
-docs/rewards.md lists what was decided in each step, and why.
+recipes/README.md lists what was decided in each step.
 
 Completions are untrusted text to compare, never code to run. Comparing words and
 numbers is safe. Comparing formulas may never end, as with 98^{97^{96}}. So
