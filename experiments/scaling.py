@@ -4,8 +4,8 @@
     python experiments/scaling.py --measure      # 12 minutes on two cores
 
 The first line takes the flags of train.py, reads the model's config.json, and prints
-the table of recipes/README.md. Its seconds are a model and no measurement: the rates are
-those of H100 data sheets, times the share of them that well-tuned code gets, a guess.
+the table of recipes/README.md. Its seconds are a model and no measurement: the rates
+are those of H100 data sheets, times the share that well-tuned code gets, a guess.
 The second line runs the embedded default on one rank and on two, each with a core.
 """
 
