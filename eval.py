@@ -241,10 +241,9 @@ def main() -> None:
         out.mkdir(parents=True)
         (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
         for task, of_task in estimates.items():
-            for k, estimated in of_task.items():
-                low, high = estimated["interval"]
-                value = f"{estimated['value']:.3f} [{low:.3f}, {high:.3f}]"
-                print(f"{task}: pass@{k} {value}")
+            for k, of_k in of_task.items():
+                low, high = of_k["interval"]
+                print(f"{task}: pass@{k} {of_k['value']:.3f} [{low:.3f}, {high:.3f}]")
         print(f"{out}/results.json has this by problem")
     engine.close()
 

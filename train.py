@@ -450,7 +450,7 @@ def main() -> None:
         engine.sleep()
         history = []  # of the updates of this step
         rows_of_rank = torch.arange(len(rollouts.text))
-        for rows in [*rows_of_rank.chunk(cfg.minibatches)] * cfg.passes:
+        for rows in rows_of_rank.chunk(cfg.minibatches) * cfg.passes:
             updates += 1
             warm_up = min(1.0, updates / max(1, cfg.warmup_steps))
             optimizer.param_groups[0]["lr"] = warm_up * cfg.learning_rate

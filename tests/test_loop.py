@@ -287,7 +287,7 @@ def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
     run = record("--steps=3", "--minibatches=1")
     assert [row["weight_version"] for row in run.metrics] == ["0", "1", "2"]
     assert min(row["ess"] for row in run.metrics) > 0.9999
-    assert max(row["mismatch_mean"] for row in run.metrics) < 1e-4
+    assert max(row["mismatch_mean"] for row in run.metrics) < 1e-6
 
 
 def test_a_step_logs_the_means_of_its_updates_and_the_least_e_b(
@@ -326,7 +326,7 @@ def test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(record):
     # pi_theta is tiny at T = 1.5, in the trainer and in the engine. At T = 1 in one of
     # the two, the ratios of such a batch are 0.3 nats off in the mean.
     run = record("--steps=1", "--temperature=1.5", "--policy_temperature=1.5")
-    assert run.metrics[0]["mismatch_mean"] < 1e-4
+    assert run.metrics[0]["mismatch_mean"] < 1e-6
 
 
 # 5 evaluate

@@ -102,7 +102,7 @@ ENDS_EARLY = (
 NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
 
 # Lines that several mistakes are about.
-MINIBATCHES = "[*rows_of_rank.chunk(cfg.minibatches)]"
+MINIBATCHES = "rows_of_rank.chunk(cfg.minibatches)"
 SUMS = "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)"
 E_B = "token_count, e_b = sums[0].item(), effective_sample_size(sums).item()"
 SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
@@ -214,7 +214,7 @@ MISTAKES: dict[str, Mistake] = {
     "minibatches that do not follow the order of the prompts on a rank": Mistake(
         train.main,
         MINIBATCHES,
-        "[*rows_of_rank.roll(cfg.group_size).chunk(cfg.minibatches)]",
+        "rows_of_rank.roll(cfg.group_size).chunk(cfg.minibatches)",
         [GROUPS],
     ),
     "micro-batches larger than allowed": Mistake(
