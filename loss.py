@@ -164,11 +164,7 @@ def grpo(
     return -torch.minimum(rho * advantage, clipped * advantage)  # (4)
 
 
-LOSSES = {
-    "p3o": p3o,
-    "reinforce": reinforce,
-    "grpo": grpo,
-}
+LOSSES = {"p3o": p3o, "reinforce": reinforce, "grpo": grpo}
 
 
 def main() -> None:

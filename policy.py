@@ -106,8 +106,7 @@ def build_policy(
     if mesh.device_type == "cuda":
         # Beside a bfloat16 policy the head's product may use TF32, which holds a
         # bfloat16 exactly. Its backward pass rounds the logits' gradient to 11 bits.
-        is_bfloat16 = dtype == "bfloat16"
-        torch.set_float32_matmul_precision("high" if is_bfloat16 else "highest")
+        torch.set_float32_matmul_precision("high" if dtype == "bfloat16" else "highest")
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, dtype),
         reduce_dtype=torch.float32,

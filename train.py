@@ -17,14 +17,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import torch
 import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch.optim import AdamW
-from transformers import PreTrainedTokenizerBase
 
 from eval import heldout_accuracy
 from loss import (
@@ -214,8 +213,9 @@ def problems_at(seed: int, problem_count: int, places: Iterable[int]) -> list[in
     """The numbers of the problems at these places of a run. Each epoch is shuffled."""
     shuffled = {}
     for epoch in {place // problem_count for place in places}:
-        order = random.Random(f"{seed} {epoch}")
-        shuffled[epoch] = order.sample(range(problem_count), problem_count)
+        shuffled[epoch] = random.Random(f"{seed} {epoch}").sample(
+            range(problem_count), problem_count
+        )
     return [shuffled[place // problem_count][place % problem_count] for place in places]
 
 
@@ -270,6 +270,16 @@ def micro_batches(
     return [rollouts.select(part, device) for part in by_length.split(rows_of_part)]
 
 
+def kl_of_positions(
+    top_logp: torch.Tensor, part: Rollouts, cfg: Config
+) -> torch.Tensor:
+    """KL(pi_theta || pi_b) at each position of a part, with its gradient: [N, T]."""
+    both = top_logp, part.top_logp_behavior  # [N, T, K] each
+    if cfg.top_p < 1 or cfg.top_k > 0:
+        both = restrict_to_support(*both)
+    return kl_divergence(*both)
+
+
 def update(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
@@ -305,10 +315,7 @@ def update(
     totals = torch.zeros(4, dtype=torch.float64, device=device)
     for part in reversed(parts):
         logp, top_logp = output if part is parts[-1] else policy(part)
-        both = top_logp, part.top_logp_behavior  # [N, T, K] each
-        if cfg.top_p < 1 or cfg.top_k > 0:
-            both = restrict_to_support(*both)
-        kl = kl_divergence(*both)  # [N, T]
+        kl = kl_of_positions(top_logp, part, cfg)  # [N, T]
         loss = loss_fn(logp, part.logp_behavior, part.advantage, kl, e_b)  # [N, T]
         share = loss[part.mask].sum() / token_count  # this part's share of the mean
         # FSDP averages the ranks' gradients. We need their sum.
@@ -348,7 +355,7 @@ def apply_gradient(
     return grad_norm
 
 
-def load_data(cfg: Config) -> tuple[PreTrainedTokenizerBase, Split, Split, int]:
+def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
     """The model's tokenizer, the problems to train on, and those held out.
 
     The last value is how many tokens the engine needs: those of the longest prompt and

@@ -69,7 +69,7 @@ def kl_by_listed_tokens(
     """The mean KL over the K likeliest tokens and one bucket, for each K.
 
     Both are [M, K], of M response tokens, the likeliest token of pi_b first. `restrict`
-    says that pi_b was cut by top-p or top-k, as in train.update.
+    says that pi_b was cut by top-p or top-k, as in train.kl_of_positions.
     """
     found = {}
     most = top_logp.shape[-1]

@@ -26,13 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from experiments import objectives
 from experiments.runs import table
-from loss import (
-    LOSSES,
-    effective_sample_size,
-    kl_divergence,
-    ratio_sums,
-    restrict_to_support,
-)
+from loss import LOSSES, effective_sample_size, ratio_sums
 from policy import build_policy
 from rollout import Engine, Rollouts, init_distributed
 from support.command import PositiveCount, parse_flags, run_script
@@ -128,10 +122,7 @@ def sample_and_score(cfg: Config) -> tuple[ScoredBatch, Engine]:
     with torch.no_grad():
         logp, top_logp = policy(batch)
     log_ratio = (logp - batch.logp_behavior).cpu()
-    both = top_logp, batch.top_logp_behavior
-    if cfg.top_p < 1 or cfg.top_k > 0:
-        both = restrict_to_support(*both)
-    kl = kl_divergence(*both).cpu()
+    kl = train.kl_of_positions(top_logp, batch, cfg).cpu()
     return ScoredBatch(rollouts, log_ratio, kl), engine
 
 

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_module
-from loss import kl_divergence, restrict_to_support
+from loss import kl_divergence
 from policy import Policy, build_policy, full_weights
 from rollout import Engine, Rollouts, noise_seed
+from train import Config, kl_of_positions
 
 AGREE = 1e-4  # nats
 HOT = 1.4
@@ -150,10 +151,8 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
     rollouts = sample(engine, prompts[:4], temperature=HOT, top_p=top_p, top_k=top_k)
     float32 = copy.deepcopy(pi_theta).float()
     _, top_logp = Policy(float32)(rollouts)
-    both = top_logp, rollouts.top_logp_behavior
-    if top_p < 1 or top_k > 0:
-        both = restrict_to_support(*both)
-    kl = kl_divergence(*both)[rollouts.mask]
+    cfg = Config(temperature=HOT, top_p=top_p, top_k=top_k)
+    kl = kl_of_positions(top_logp, rollouts, cfg)[rollouts.mask]
 
     # Both policies on the support of pi_b, which is all tokens without top-p and top-k.
     behavior_logits = logits_of(pi_b, rollouts).detach() / HOT

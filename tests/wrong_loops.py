@@ -276,8 +276,8 @@ MISTAKES: dict[str, Mistake] = {
     # train.py: the gradient
     "the KL without its gradient": Mistake(
         train.update,
-        "both = top_logp,",
-        "both = top_logp.detach(),",
+        "kl_of_positions(top_logp, part, cfg)",
+        "kl_of_positions(top_logp.detach(), part, cfg)",
         [BATCH],
     ),
     "the advantages of other rows": Mistake(
@@ -396,7 +396,7 @@ MISTAKES: dict[str, Mistake] = {
         ["test_sync.test_a_run_whose_evaluator_keeps_its_weights_stops"],
     ),
     "the KL over all listed tokens under top-k": Mistake(
-        train.update,
+        train.kl_of_positions,
         "if cfg.top_p < 1 or cfg.top_k > 0:",
         "if cfg.top_p < 1:",
         ["test_train.test_under_top_k_the_kl_is_over_what_pi_b_can_sample"],
