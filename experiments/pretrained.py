@@ -45,8 +45,6 @@ MISMATCHES: dict[str, Flags] = {
 CONSTANT = "p3o, e_B = 0.999"
 OF_CONSTANT = ablation("fixed_ess", objective_args="level=0.999")
 WHERE_SIGNAL = ("p3o, KL where signal", "p3o, step where signal")
-# Sums and products, whose responses are as long as in the recipe.
-EVAL_FLAGS: Flags = {"task": "recipes/sums-and-products", "max_response_tokens": 16}
 at_rate = partial(cells_of, learning_rate=LEARNING_RATE)
 PARTS: dict[str, list[Cell]] = {
     "heat": at_rate(["T = 1.2"], ("p3o", "p3o, no KL", *WHERE_SIGNAL), range(3))
@@ -74,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     path = args.folder.resolve() / "pretrained.jsonl"
     command = partial(command_of, model=args.model)
-    run_grid(PARTS[args.part], command, path, args.workers, EVAL_FLAGS)
+    run_grid(PARTS[args.part], command, path, args.workers)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def table_of_runs(runs: Runs) -> str:
     """All measures, a row for each mismatch, learning rate and objective."""
     columns = (
         "mismatch, rate, objective, seeds, score, P3O minus it, sampled, greedy, "
-        "pass@8, entropy, mean e_B, least e_B, collapsed"
+        "entropy, mean e_B, least e_B, collapsed"
     )
     rows = [columns.split(", ")]
     for mismatch in names_in(runs, "mismatch", MISMATCHES):
@@ -144,7 +144,6 @@ def table_of_runs(runs: Runs) -> str:
                     list(less.values()),
                     [last(run, "heldout_pass@1") for run in same],
                     [last(run, "heldout_greedy") for run in same],
-                    [run["pass@8"] for run in same if not run["stopped"]],
                     [last(run, "entropy") for run in same],
                 ]
                 row = [mismatch, f"{rate:g}", objective, str(len(same))]

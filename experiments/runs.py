@@ -1,8 +1,8 @@
 """Runs of train.py: making a grid of them, one run a core, and reading what they left.
 
 A cell of a grid is one run. A finished run is a line of a JSONL file, with its cell,
-command, commit, configuration, metrics by step, and pass@8 of the model that it leaves.
-A cell that has its line is not run again, so a grid can be stopped and started at will.
+command, commit, configuration and metrics by step. A cell that has its line is not run
+again, so a grid can be stopped and started at will.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 Run = dict[str, Any]  # a line of the JSONL file
 Runs = dict[Cell, Run]
-Flags = dict[str, Any]  # of train.py or eval.py, by name
+Flags = dict[str, Any]  # of train.py, by name
 
 # Making runs
 
@@ -76,12 +76,6 @@ def words_of(flags: Flags) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def python(*words: str) -> subprocess.CompletedProcess:
-    """Run a script from the root of the repository, and wait for it."""
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def commit_here() -> str:
     """The commit of this clone, with "-dirty" where files differ from it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -89,8 +83,8 @@ def commit_here() -> str:
     return described.stdout.strip() or "no clone"
 
 
-def make_run(cell: Cell, command: list[str], eval_flags: Flags) -> Run:
-    """Run a command that is train.py with flags; then eval.py on the model.
+def make_run(cell: Cell, command: list[str]) -> Run:
+    """Run a command that is train.py with flags, and read what it wrote.
 
     A run that stopped itself, on a number that is not finite, keeps what it had. Any
     other failure is a RuntimeError, with what was printed.
@@ -98,14 +92,18 @@ def make_run(cell: Cell, command: list[str], eval_flags: Flags) -> Run:
     commit, start = commit_here(), time.time()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "run")
-        ended = python(*command, f"--out_dir={out}")
+        ended = subprocess.run(
+            [sys.executable, *command, f"--out_dir={out}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         message = ended.stderr.strip()
         stopped = message.splitlines()[-1] if ended.returncode else None
         if stopped and "not finite" not in stopped:
             raise RuntimeError(message[-2000:])
         steps = [json.loads(line) for line in open(out / "metrics.jsonl")]
         config = json.loads((out / "config.json").read_text())
-        pass_at_8 = None if stopped else measure_pass_at_8(out, eval_flags)
     metrics = {}
     for name in KEPT:
         metrics[name] = [round(row[name], 6) if name in row else None for row in steps]
@@ -115,20 +113,9 @@ def make_run(cell: Cell, command: list[str], eval_flags: Flags) -> Run:
         "commit": commit,
         "seconds": round(time.time() - start, 1),
         "stopped": stopped,
-        "pass@8": pass_at_8,
         "config": config | {"out_dir": ""},
         "metrics": metrics,
     }
-
-
-def measure_pass_at_8(out: Path, eval_flags: Flags) -> float:
-    """pass@8 of a run's model at temperature 1, on the first 128 held-out problems."""
-    flags = {"model": out, "out_dir": out / "eval", "samples": 8, "limit": 128}
-    ended = python("eval.py", *words_of(flags | {"dtype": "float32"} | eval_flags))
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-2000:])
-    results = json.loads((out / "eval/results.json").read_text())
-    return results["pass@k"]["tiny"]["8"]["value"]
 
 
 def take_cores(places: multiprocessing.Queue) -> None:
@@ -138,7 +125,7 @@ def take_cores(places: multiprocessing.Queue) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def attempt(job: tuple[Cell, list[str], Flags]) -> tuple[Cell, Run | None, str]:
+def attempt(job: tuple[Cell, list[str]]) -> tuple[Cell, Run | None, str]:
     """A job's run, or why it failed: one that fails keeps no other from running."""
     try:
         return job[0], make_run(*job), ""
@@ -151,7 +138,6 @@ def run_grid(
     command_of: Callable[[Cell], list[str]],
     path: Path,
     workers: int,
-    eval_flags: Flags | None = None,
 ) -> None:
     """Run the cells that have no line in `path` yet, and append theirs.
 
@@ -161,9 +147,7 @@ def run_grid(
     path.parent.mkdir(parents=True, exist_ok=True)
     done = read_runs(path) if path.exists() else {}
     jobs = [
-        (cell, command_of(cell), eval_flags or {})
-        for cell in dict.fromkeys(cells)
-        if cell not in done
+        (cell, command_of(cell)) for cell in dict.fromkeys(cells) if cell not in done
     ]
     cores = sorted(os.sched_getaffinity(0))
     # The workers inherit it: what they run ends with the grid.
