@@ -77,10 +77,17 @@ def words_of(flags: Flags) -> list[str]:
 
 
 def commit_here() -> str:
-    """The commit of this clone, with "-dirty" where files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    described = subprocess.run(command, capture_output=True, text=True)
-    return described.stdout.strip() or "no clone"
+    """The commit of this clone, with "-dirty" where code or data differ from it.
+
+    What runs write into experiments/results does not count.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changed = git("diff", "--name-only", "HEAD", "--", ".", ":!experiments/results")
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
 def make_run(cell: Cell, command: list[str]) -> Run:
