@@ -142,8 +142,10 @@ def check_sync(
 
     Returns their distance: mean |log pi_theta - log pi_b| in nats a token, of the rank
     where it is largest. The samples are at the policy's temperature, so only rounding
-    and fp8 lie between the two. `at_start` is what the first call returned. Raises
-    Refused, on all ranks, where they are further apart than the limit. A collective.
+    and fp8 lie between the two. `at_start` is what the first call returned. A
+    collective. Raises Refused, on all ranks, where they are further apart than the
+    limit: then the run ends with that sentence. Nothing tries the sync again, and the
+    checkpoints stay.
     """
     prompts = prompts[:4]
     samples = engine.sample(

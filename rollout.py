@@ -268,8 +268,9 @@ class Engine:
         """Replace all weights, and call them `version`. A collective.
 
         `weights` are the (name, tensor) pairs of a state_dict, with both names of a
-        tied head. vLLM gets copies, so the caller may free each tensor afterwards.
-        It loads them as it loads a checkpoint, so fp8 is quantized anew.
+        tied head, in the trainer's float32. vLLM gets copies in this engine's dtype, so
+        the caller may free each tensor afterwards. It loads them as it loads a
+        checkpoint: where the engine computes in fp8, it quantizes them to fp8 anew.
         """
         copies = ((name, weight.to(self.dtype, copy=True)) for name, weight in weights)
         if self.can_sleep:

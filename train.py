@@ -9,10 +9,10 @@ Steps are numbered from 1: weights "7" are those after step 7, and weights "0" a
 initial ones. A collective is a function that all ranks have to call together.
 """
 
-import importlib
 import inspect
 import math
 import os
+import pkgutil
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -192,13 +192,8 @@ def find_loss(
     The name is one of loss.LOSSES, or module:name. Raises Refused where there is none,
     or where it does not take such a hyper-parameter.
     """
-    module, _, function = name.rpartition(":")
     try:
-        loss_fn = (
-            getattr(importlib.import_module(module), function)
-            if module
-            else LOSSES[name]
-        )
+        loss_fn = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
         # Five stand-ins for its arguments.
         inspect.signature(loss_fn).bind(*range(5), **hyper_parameters)
     except Exception as error:  # a module of the user's may raise any
@@ -259,7 +254,8 @@ def micro_batches(
 
     The longest prompt with its response on any rank decides how many go into a part,
     one at least. So every rank has equally many parts, as FSDP needs all ranks in every
-    forward pass. They are sorted by length, so that little of a part is padding. A
+    forward pass. None has no rows at all: Config refuses prompts_per_step that leave a
+    rank without. They are sorted by length, so that little of a part is padding. A
     collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
@@ -437,7 +433,7 @@ def main() -> None:
     )
     optimizer = AdamW(policy.parameters(), weight_decay=cfg.weight_decay, fused=True)
     done, waiting = load_checkpoint(out, policy, optimizer) if cfg.resume else (0, [])
-    queue = deque(Rollouts(**fields) for fields in waiting)  # not yet learned from
+    queue = deque(Rollouts(**fields) for fields in waiting)  # sampled ahead
     updates = done * cfg.passes * cfg.minibatches  # optimizer steps so far
     log = Log(out, tokenizer, cfg.group_size, done)
 
@@ -465,7 +461,7 @@ def main() -> None:
                 stats = update(policy, optimizer, loss_fn, rollouts, rows, cfg, step)
             history.append(stats)
 
-        # 4 sync
+        # 4 sync: fp8 is quantized anew. Where it failed, check_sync ends all ranks.
         with log.phase("sync"):
             engine.load_weights(full_weights(policy), version=str(step))
         if is_due(SYNC_CHECK_EVERY, step, cfg):

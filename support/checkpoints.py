@@ -121,8 +121,10 @@ def load_checkpoint(
 ) -> tuple[int, list[dict[str, Any]]]:
     """Restore policy and optimizer in place, from the newest complete checkpoint.
 
-    Returns the steps done and the fields of the rollouts that wait. A collective.
-    Raises Refused where it cannot be read.
+    Returns the steps done, and the fields of the rollouts that wait: a run resumed at
+    lag 4 goes on with the batches that it had sampled ahead, and samples none of them
+    again. Log drops the metrics of later steps. A collective. Raises Refused where it
+    cannot be read.
     """
     newest = checkpoints(out)[-1]
     weights, moments = get_state_dict(policy, optimizer)
