@@ -70,8 +70,8 @@ def effective_sample_size(sums: Tensor) -> Tensor:
     which over samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). In the
     metrics e_B is called ess.
 
-    e_B is NaN if there are no tokens, if a ratio is not finite, or if rho^2 overflows
-    or underflows float64, which happens from 350 nats on.
+    e_B is NaN if there are no tokens, if a ratio is not finite, or if, from about 350
+    nats on, a rho^2 overflows float64 or all of them underflow.
     """
     count, total, total_of_squares = sums
     ess = total.square() / (count * total_of_squares)
@@ -126,8 +126,8 @@ def p3o(
     """P3O (12), the loss of each token: [N, T]. It has no hyper-parameters.
 
     logp is log pi_theta of the sampled tokens, and logp_behavior log pi_b of the same.
-    kl is the KL of (12) at each position. All four tensors are [N, T], and logp and kl
-    carry the gradient. e_b is e_B of the whole batch.
+    kl is the KL of (12) at each position, by `kl_divergence`. All four tensors are
+    [N, T], and logp and kl carry the gradient. e_b is e_B of the whole batch.
     """
     rho = (logp - logp_behavior).exp()  # (7)
     weight = rho.clamp(max=e_b).detach()  # sg(min(rho, e_B))

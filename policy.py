@@ -144,8 +144,8 @@ def check_sync(
     where it is largest. The samples are at the policy's temperature, so only rounding
     and fp8 lie between the two. `at_start` is what the first call returned. A
     collective. Raises Refused, on all ranks, where they are further apart than the
-    limit: then the run ends with that sentence. Nothing tries the sync again, and the
-    checkpoints stay.
+    limit: then the run ends with the error's sentence. The sync is not tried again, and
+    the checkpoints stay.
     """
     prompts = prompts[:4]
     samples = engine.sample(
@@ -159,8 +159,8 @@ def check_sync(
     samples = samples.select(torch.arange(len(prompts)), device)
     with torch.no_grad():
         logp, _ = policy(samples)
-    # A pass without gradient leaves the root unsharded, and the next forward pass would
-    # use its old weights.
+    # Without a backward pass the root stays gathered, and a later forward pass could
+    # use outdated weights. In train.update the backward pass shards it again.
     policy.reshard()
     distance = (logp - samples.logp_behavior).abs()[samples.mask].mean()
     # A maximum over ranks may ignore NaN.

@@ -176,8 +176,8 @@ class Engine:
             max_num_batched_tokens=None if cuda else max(8192, max_model_len),
         )
         if tp > 1:
-            # On a CPU these ranks share memory by a name that is the same in every run.
-            # Without the name it goes with the last process, even of a killed run.
+            # On a CPU these ranks share memory by names that are the same in every run.
+            # Once the names are gone, the memory ends with the last process.
             for segment in Path("/dev/shm").glob("*-cpushm*"):
                 segment.unlink(missing_ok=True)
         self.tokenizer = self.llm.get_tokenizer()
@@ -246,7 +246,7 @@ class Engine:
             torch.tensor(prompt + list(response.token_ids))
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        # ValueError unless there is one: else the weights changed while it sampled.
+        # ValueError if there are several: then the weights changed during sampling.
         [version] = {span.version for r in responses for span in r.weight_versions}
         return Rollouts(
             tokens=pad_sequence(sequences, batch_first=True),

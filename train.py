@@ -117,7 +117,7 @@ class Config(Flags):
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
     """how the engine's linear layers compute while it samples rollouts"""
     lag: Count = 0
-    """steps between the sampling of a batch and its use; fewer for the first ones"""
+    """steps between the sampling of a batch and its use; fewer for the first batches"""
     max_prompt_tokens: Count = 0
     """drop longer prompts; 0: every prompt has to fit"""
     max_response_tokens: PositiveCount = 64
@@ -252,11 +252,11 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    The longest prompt with its response on any rank decides how many go into a part,
-    one at least. So every rank has equally many parts, as FSDP needs all ranks in every
-    forward pass. None has no rows at all: Config refuses prompts_per_step that leave a
-    rank without. They are sorted by length, so that little of a part is padding. A
-    collective.
+    The longest prompt with its response, on any rank, decides how many responses a part
+    holds: at least one. So every rank has equally many parts, as FSDP needs all ranks
+    in every forward pass. Every part has rows, as Config makes sure that every rank has
+    equally many prompts in a minibatch. Responses are sorted by length, so that little
+    of a part is padding. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest = length[rows].max()
@@ -338,7 +338,7 @@ def update(
 def apply_gradient(
     policy: Policy, optimizer: torch.optim.Optimizer, cfg: Config, step: int
 ) -> float:
-    """Clip the gradient, step, and start the next one from zero; returns its norm.
+    """Clip the gradient, make the step, and return the norm before clipping.
 
     Raises FloatingPointError, on all ranks, where it is not finite. A collective.
     """
@@ -461,7 +461,7 @@ def main() -> None:
                 stats = update(policy, optimizer, loss_fn, rollouts, rows, cfg, step)
             history.append(stats)
 
-        # 4 sync: fp8 is quantized anew. Where it failed, check_sync ends all ranks.
+        # 4 sync. Every few steps check_sync ends all ranks if engine and policy differ.
         with log.phase("sync"):
             engine.load_weights(full_weights(policy), version=str(step))
         if is_due(SYNC_CHECK_EVERY, step, cfg):

@@ -22,7 +22,7 @@ as means over its updates, each of the whole batch B of the update:
 of one update:
 
     ess_min              the smallest e_B of the updates
-    mismatch_mean        mean |log rho| at the first, which no other came before
+    mismatch_mean        mean |log rho| at the first, before pi_theta has changed
 
 and rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb,
 these of rank 0 alone. With lag the first step samples several batches, and the last
