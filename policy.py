@@ -118,7 +118,8 @@ def build_policy(
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    # transformers checkpoints activations in training mode only. There is no dropout.
+    # Training mode, as transformers checkpoints activations only there. These models
+    # have no dropout.
     return policy.train()
 
 

@@ -166,7 +166,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-            # Only checked to be free: the line above has the size of the cache.
+            # vLLM only checks that this share is free: the line above sets the size.
             gpu_memory_utilization=0.01,
             enforce_eager=not cuda,
             enable_sleep_mode=self.can_sleep,

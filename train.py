@@ -91,7 +91,7 @@ class Config(Flags):
     scale_advantage: bool = True
     """divide the advantage by its group's standard deviation"""
 
-    # A step samples one rollout batch of prompts_per_step x group_size responses, and
+    # A step learns from a rollout batch of prompts_per_step x group_size responses. It
     # makes passes x minibatches optimizer steps on it. The batch B of (11) and (12) is
     # that of one optimizer step: a minibatch.
     steps: PositiveCount = 60
@@ -338,7 +338,7 @@ def update(
 def apply_gradient(
     policy: Policy, optimizer: torch.optim.Optimizer, cfg: Config, step: int
 ) -> float:
-    """Clip the gradient, make the step, and return the norm before clipping.
+    """Clip the gradient, make the step, clear the gradient; its norm before clipping.
 
     Raises FloatingPointError, on all ranks, where it is not finite. A collective.
     """

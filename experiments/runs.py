@@ -79,7 +79,7 @@ def words_of(flags: Flags) -> list[str]:
 def commit_here() -> str:
     """The commit of this clone, with "-dirty" where code or data differ from it.
 
-    What runs write into experiments/results does not count.
+    What runs write into experiments/results does not count. "no clone" outside of one.
     """
 
     def git(*words: str) -> str:
@@ -87,7 +87,8 @@ def commit_here() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
     changed = git("diff", "--name-only", "HEAD", "--", ".", ":!experiments/results")
-    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    commit = git("rev-parse", "--short=12", "HEAD") or "no clone"
+    return f"{commit}-dirty" if changed else commit
 
 
 def make_run(cell: Cell, command: list[str]) -> Run:

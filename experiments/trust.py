@@ -168,7 +168,8 @@ def comparisons(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def report(rows: list[dict[str, Any]], folder: Path) -> None:
     """trust.md, and trust.png: the cosine by level, with the mean e_B as a dot."""
-    lines = [[f"{len(rows)} policies", "cosine ± half of a 95% interval over policies"]]
+    head = [f"{len(rows)} policies", "cosine ± half of a 95% interval over policies"]
+    lines = [head]
     for name, values in comparisons(rows).items():
         lines.append([name, text_of(list(values), "+")])
     (folder / "trust.md").write_text(table(lines))

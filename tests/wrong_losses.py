@@ -114,7 +114,8 @@ WRONG_LOSSES = {
         "ess.clamp(min=0.2, max=1.0)",
         [
             "test_e_b_at_80_nats",
-            "test_equal_ratios_have_e_b_one_and_one_dominant_token_has_one_over_the_count",
+            "test_equal_ratios_have_e_b_one_"
+            "and_one_dominant_token_has_one_over_the_count",
         ],
     ),
     "e_B above 1 by rounding": Mistake(
