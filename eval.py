@@ -138,8 +138,9 @@ def evaluate(
     return the counts of all problems. `sampling` are vLLM's SamplingParams. A
     collective.
     """
-    # Every rank has to sample something, as an engine may be shared, and Rollouts
-    # cannot be empty. A rank without problems of its own repeats the first.
+    # Rank r of w has the problems r, r + w, ... Every rank has to sample something, as
+    # an engine may be shared, and Rollouts cannot be empty. So a rank without problems
+    # of its own repeats the first.
     mine = prompts_of_rank(len(split.prompts)) or [0]
     rollouts = engine.sample(
         [split.prompts[i] for i in mine],

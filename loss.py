@@ -39,9 +39,9 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group, plus 1e-6. It is over G - 1, as in the authors' code. In the
-    paper, as quoted, it is over G, and advantages are 1.07 times as large at G = 8.
-    Equal rewards have advantage 0.
+    deviation of the group, plus 1e-6. This one divides by G - 1, as the authors'
+    code does. The paper's, as quoted, divides by G, which makes advantages 1.07 times
+    as large at G = 8. Equal rewards have advantage 0.
     """
     # If all rewards are equal, this makes all of them exactly 0.
     reward = reward - reward[..., :1]
@@ -82,10 +82,10 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     """KL(pi_theta || pi_b) over K tokens and one bucket for all others: [...], in nats.
 
     logp and logp_behavior, both [..., K], are log-probabilities of the same K different
-    tokens of a position. The KL of (12) sums over the whole vocabulary. To put tokens
-    into one bucket can only lower it (log-sum inequality), so this is a lower bound. It
-    grows with K, and is the KL itself when K is the vocabulary. Its gradient goes to
-    logp, through the bucket as well.
+    tokens of a position. The KL of (12) sums over the whole vocabulary. Putting
+    tokens into one bucket can only lower it (log-sum inequality), so this is a lower
+    bound. It grows with K, and is the KL itself when K is the vocabulary. Its gradient
+    goes to logp, through the bucket as well.
 
     The bucket holds 1 - sum(p). Where the listed tokens hold nearly everything, this is
     only the rounding of float32 logarithms, about 1e-6. So both policies' buckets are

@@ -143,10 +143,10 @@ def check_sync(
 
     Returns their distance: mean |log pi_theta - log pi_b| in nats a token, of the rank
     where it is largest. The samples are at the policy's temperature, so only rounding
-    and fp8 lie between the two. `at_start` is what the first call returned. A
-    collective. Raises Refused, on all ranks, where they are further apart than the
-    limit: then the run ends with the error's sentence. The sync is not tried again, and
-    the checkpoints stay.
+    and fp8 lie between the two. `at_start` is what the first call of this process
+    returned. A collective. Raises Refused, on all ranks, where they are further apart
+    than the limit: then the run prints the error's sentence and ends with exit code 1.
+    The sync is not tried again, and the checkpoints stay.
     """
     prompts = prompts[:4]
     samples = engine.sample(

@@ -11,7 +11,7 @@ recipes/README.md lists what was decided in each step.
 Completions are untrusted text to compare, never code to run. Comparing words and
 numbers is safe. Comparing formulas may never end, as with 98^{97^{96}}. So
 support/judge.py compares them in processes with a limit of time and memory. An answer
-that meets the limit counts as wrong.
+that needs more counts as wrong.
 """
 
 import re

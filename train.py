@@ -253,10 +253,10 @@ def micro_batches(
     """These responses in parts of at most max_tokens each, padding included.
 
     The longest prompt with its response, on any rank, decides how many responses a part
-    holds: at least one. So every rank has equally many parts, as FSDP needs all ranks
-    in every forward pass. Every part has rows, as Config makes sure that every rank has
-    equally many prompts in a minibatch. Responses are sorted by length, so that little
-    of a part is padding. A collective.
+    holds: one, if it is longer than max_tokens. So every rank has equally many parts,
+    as FSDP needs all ranks in every forward pass. Every part has rows, as Config makes
+    sure that every rank has equally many prompts in a minibatch. Responses are sorted
+    by length, so that little of a part is padding. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest = length[rows].max()
@@ -382,9 +382,9 @@ def is_due(every: int, step: int, cfg: Config) -> bool:
 def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     """The engine that samples rollouts, and the one that evaluates.
 
-    One engine does both. But where rollouts are in fp8, a second one without fp8
-    evaluates, so that accuracy is that of the policy. vLLM lets only one engine of a
-    process sleep, so the second stays awake.
+    One engine does both. But where rollouts are in fp8, a second one evaluates, in
+    rollout_dtype and without fp8, so that accuracy is that of the policy. vLLM lets
+    only one engine of a process sleep, so the second stays awake.
     """
     build = partial(
         Engine,
@@ -409,7 +409,10 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 def evaluate_policy(
     evaluator: Engine, policy: Policy, heldout: Split, cfg: Config
 ) -> dict[str, float]:
-    """Held-out accuracy of the policy, after its sync. A collective."""
+    """Held-out accuracy of the policy, sampled and greedy, after its sync.
+
+    A collective.
+    """
     if cfg.rollout_quantization != "none":
         # The sync has not reached this second engine.
         evaluator.load_weights(full_weights(policy), version="evaluation")
