@@ -13,7 +13,7 @@ of mismatch.py are; experiments/report.py makes its figure and table. The parts:
                which --model gives: 2 runs
     fp8        fp8 rollouts, where the CPU multiplies bfloat16 fast: 2 runs
 
-A run takes 8 to 28 minutes of a core. The first version's runs are in the file, too.
+A run takes 8 to 28 minutes of a core.
 """
 
 import sys
