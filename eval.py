@@ -6,8 +6,8 @@
 
 pass@k is the probability that at least one of k samples is right. From n >= k samples,
 c of them right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv
-2107.03374, equation 1). It writes out_dir/results.json. In float32, the default on a
-CPU, the counts are the same on any number of ranks; a bfloat16 engine rounds
+2107.03374, equation 1). The script writes out_dir/results.json. In float32, the default
+on a CPU, the counts are the same on any number of ranks; a bfloat16 engine rounds
 differently in batches of another size, which flips single tokens.
 """
 
@@ -58,7 +58,7 @@ class EvalConfig(Flags):
     max_response_tokens: PositiveCount = 64
     """truncate longer responses"""
     limit: Count = 0
-    """only the first problems of each task; 0: all"""
+    """how many problems of each task, the first ones; 0: all"""
     drop_long: bool = False
     """leave out prompts that leave no room for a response"""
     seed: Count = 0
@@ -159,8 +159,8 @@ def evaluate(
 def heldout_accuracy(engine: Engine, heldout: Split, cfg: Any) -> dict[str, float]:
     """The share of the problems that the policy solves, in one sample and greedily.
 
-    Sampled accuracy rises whenever a policy grows more certain. Greedy accuracy beside
-    it tells whether it has learned. `cfg` is a train.Config. A collective.
+    Sampled accuracy may rise because a policy grows more certain. Greedy accuracy
+    beside it tells whether it has learned. `cfg` is a train.Config. A collective.
     """
     temperatures = {"heldout_pass@1": cfg.policy_temperature, "heldout_greedy": 0.0}
     accuracy = {}

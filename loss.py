@@ -16,8 +16,8 @@ response tokens, of all micro-batches, on all ranks. sg stops the gradient.
 
 On a fresh batch e_B is near 1: the cap changes each weight by next to nothing, the KL
 hardly counts, and (12) is REINFORCE with a baseline. On a stale batch e_B falls: the
-cap tightens, and the KL pulls pi_theta back to pi_b. e_B is measured, so nothing is
-left to tune.
+cap tightens, and the KL pulls pi_theta back to pi_b. e_B is measured, so there
+is no clip range to tune.
 
 An objective is a function of five arguments: log pi_theta, log pi_b, the advantage and
 the KL, each [N, T] for N responses of at most T tokens, and the number e_B. It returns
@@ -39,9 +39,9 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group, plus 1e-6. This one divides by G - 1, as the authors'
-    code does. The paper's, as quoted, divides by G, which makes advantages 1.07 times
-    as large at G = 8. Equal rewards have advantage 0.
+    deviation of the group, plus 1e-6. Its variance divides by G - 1, as in
+    the authors' code. The paper's, as quoted, divides by G, which makes advantages 1.07
+    times as large at G = 8. Equal rewards have advantage 0.
     """
     # If all rewards are equal, this makes all of them exactly 0.
     reward = reward - reward[..., :1]
@@ -113,7 +113,7 @@ def restrict_to_support(logp: Tensor, logp_behavior: Tensor) -> tuple[Tensor, Te
 
     These set pi_b to 0 on most tokens, so KL(pi_theta || pi_b) is infinite. Instead
     both policies are renormalized to the listed tokens that pi_b can sample, and
-    compared on these. No other token is pulled anywhere. Both are [..., K], and so are
+    compared on these. Other tokens get no gradient. Both are [..., K], and so are
     the results, with -inf for a token that pi_b cannot sample.
     """
     logp = logp.masked_fill(logp_behavior == -torch.inf, -torch.inf)
@@ -154,10 +154,10 @@ def grpo(
 
     The arguments are p3o's, and eps is the clip range. (4) is equation 7 of arXiv
     1707.06347. A token whose ratio has left the range in the direction of its advantage
-    has no gradient. Where A < 0 and rho is above the range the weight is rho A, however
-    large rho is. GRPO (arXiv 2402.03300, equation 3) averages over responses first, and
-    adds a KL to a fixed reference model. Here every token counts the same, and there is
-    no reference model.
+    has no gradient. Where A < 0 and rho is above the range, A has the weight rho,
+    however large rho is. GRPO (arXiv 2402.03300, equation 3) averages over responses
+    first, and adds a KL to a fixed reference model. Here every token counts the same,
+    and there is no reference model.
     """
     rho = (logp - logp_behavior).exp()
     clipped = rho.clamp(1 - eps, 1 + eps)

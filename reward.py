@@ -2,7 +2,7 @@ r"""What counts as a correct answer, and the problems of a task with their answe
 
 A completion is judged in three steps:
 
-    1. where its final answer is     after </think>, in the last box
+    1. where its final answer is     after </think>: the last box, #### or word
     2. what that says                a word, a number, or a formula in LaTeX
     3. whether it is the gold one    the same word, number or formula
 

@@ -25,7 +25,7 @@ from support.cpu import prepare_cpu
 
 @dataclass
 class Rollouts:
-    """N responses, padded on the right. Column t of [N, T] is the t-th token."""
+    """N responses, padded on the right. Column t of [N, T]: a response's t-th token."""
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
@@ -35,14 +35,14 @@ class Rollouts:
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of these, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without special tokens
-    weight_version: str  # of the weights that sampled: how many steps they had
+    weight_version: str  # of the weights that sampled: the step they are from
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], the same for a response's tokens
 
     def select(self, rows: torch.Tensor, device: torch.device) -> "Rollouts":
         """These responses on this device, as wide as the longest of them needs.
 
-        Of what has two dimensions or three, columns that are all padding are cut.
+        Columns that are all padding are cut.
         """
         response_length = self.mask[rows].sum(dim=1)
         longest_response = int(response_length.max())
@@ -103,9 +103,9 @@ def prompts_of_rank(prompt_count: int) -> range:
 
 
 def noise_seed(seed: int, place: int, samples: int) -> int:
-    """The seed of the noise of the prompt at `place` in a run, with so many samples.
+    """The seed of the noise of a run's prompt at `place`, which has so many samples.
 
-    The engine adds j for sample j. So no two samples of a run have the same noise. The
+    The engine adds j for sample j. So no two rollouts of a run have the same noise. The
     first seed of a run is a random number, so that runs 0 and 1 share no noise.
     """
     return random.Random(seed).getrandbits(31) + place * samples
@@ -117,8 +117,8 @@ class Engine:
     `init_distributed` comes first, and all ranks build their engines together.
     quantization "fp8_per_channel" is vLLM's own, of weights and activations of the
     linear layers; every `load_weights` quantizes anew. load_format "dummy" begins with
-    random weights: what `load_weights` never brings then shows at once. max_model_len
-    is in tokens, and top_logprobs is K.
+    random weights: one that `load_weights` never brings then shows at once.
+    max_model_len is in tokens, and top_logprobs is K.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
 
 class Config(Flags):
-    """A run. Its data are off-policy by rounding, and by these fields: temperature
+    """A run. Rounding makes its data off-policy, and so do these fields: temperature
     (another than policy_temperature), top_p, top_k, rollout_quantization, lag, passes
     and minibatches. --config FILE.yaml sets any field."""
 
@@ -109,9 +109,9 @@ class Config(Flags):
     temperature: Temperature = 1.0
     """sampling temperature of the rollouts"""
     top_p: Probability = 1.0
-    """nucleus of the rollouts; below 1 the KL is over it: loss.restrict_to_support"""
+    """nucleus of the rollouts; below 1 the KL changes: loss.restrict_to_support"""
     top_k: Count = 0
-    """sample among the k likeliest tokens only; 0: among all"""
+    """sample among the k likeliest tokens only, and as for top_p; 0: among all"""
     top_logprobs: PositiveCount = 20
     """K: the KL is over the K likeliest tokens of pi_b and one bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
@@ -205,7 +205,10 @@ def find_loss(
 
 
 def problems_at(seed: int, problem_count: int, places: Iterable[int]) -> list[int]:
-    """The numbers of the problems at these places of a run. Each epoch is shuffled."""
+    """The numbers of the problems at these places of a run, which are its groups'.
+
+    Each epoch is shuffled.
+    """
     shuffled = {}
     for epoch in {place // problem_count for place in places}:
         shuffled[epoch] = random.Random(f"{seed} {epoch}").sample(
@@ -252,8 +255,8 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    The longest prompt with its response, on any rank, decides how many responses a part
-    holds: one, if it is longer than max_tokens. So every rank has equally many parts,
+    The longest prompt with its response, on any rank, sets how many responses a part
+    holds, and at least one. So every rank has equally many parts,
     as FSDP needs all ranks in every forward pass. Every part has rows, as Config makes
     sure that every rank has equally many prompts in a minibatch. Responses are sorted
     by length, so that little of a part is padding. A collective.
@@ -338,9 +341,10 @@ def update(
 def apply_gradient(
     policy: Policy, optimizer: torch.optim.Optimizer, cfg: Config, step: int
 ) -> float:
-    """Clip the gradient, make the step, clear the gradient; its norm before clipping.
+    """Clip the gradient, make the step, and clear the gradient.
 
-    Raises FloatingPointError, on all ranks, where it is not finite. A collective.
+    Returns its norm before clipping. Raises FloatingPointError, on all ranks, where
+    that is not finite. A collective.
     """
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
     grad_norm = norm.full_tensor().item()
@@ -375,14 +379,14 @@ def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
-    """True every `every` steps, unless that is 0, and at the last step."""
+    """True at the last step, and every `every` steps if that is not 0."""
     return step == cfg.steps or (every > 0 and step % every == 0)
 
 
 def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     """The engine that samples rollouts, and the one that evaluates.
 
-    One engine does both. But where rollouts are in fp8, a second one evaluates, in
+    One engine does both, unless rollouts are in fp8. Then a second one evaluates, in
     rollout_dtype and without fp8, so that accuracy is that of the policy. vLLM lets
     only one engine of a process sleep, so the second stays awake.
     """
