@@ -85,8 +85,8 @@ def test_a_run_of_smollm2_is_the_recipe_but_for_what_its_cell_says():
     changed["rollout_dtype"] = cfg.rollout_dtype
     assert changed == {
         "model": "models/SmolLM2",
-        "steps": 40,
-        "eval_every": 10,
+        "steps": 20,
+        "eval_every": 5,
         "dtype": "float32",
         "rollout_dtype": "float32",
         "objective": "experiments.ablations:cap_without_kl",
