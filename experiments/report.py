@@ -266,8 +266,10 @@ def main() -> None:
         of_smollm2 = read_runs(folder / "pretrained.jsonl")
         hot = select(of_smollm2, mismatch="T = 1.2")
         shown = [
-            ("entropy of the rollouts, nats a token", "T = 1.2", "entropy"),
-            ("sampled held-out accuracy", "T = 1.2", "heldout_pass@1"),
+            ("entropy, nats a token", "T = 1.2", "entropy"),
+            ("reward", "T = 1.2", "reward"),
+            ("e_B", "T = 1.2", "ess"),
+            ("greedy accuracy", "T = 1.2", "heldout_greedy"),
         ]
         objectives = names_in(hot, "objective", OBJECTIVES)
         draw_by_step(hot, objectives, shown, folder / "pretrained.png")
