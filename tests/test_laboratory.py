@@ -286,7 +286,9 @@ def test_figures_are_made_of_whatever_runs_there_are(tmp_path):
     assert len(list(tmp_path.glob("*.png"))) == 3
 
 
-@pytest.mark.parametrize("name", ["light", "first/mismatch", "first/pretrained"])
+@pytest.mark.parametrize(
+    "name", ["light", "pretrained", "first/mismatch", "first/pretrained"]
+)
 def test_the_committed_tables_are_those_of_the_committed_runs(name):
     path = runs.RESULTS / f"{name}.jsonl"
     of_smollm2 = path.stem == "pretrained"
