@@ -56,7 +56,7 @@ def draw_by_step(
 ) -> None:
     """A panel for each title, mismatch and metric that is shown, with all objectives.
 
-    A thin line is a run, a thick one the mean over seeds.
+    A thin line is a run, a thick one the mean over seeds, where all have a value.
     """
     same_metric = len({metric for _, _, metric in shown}) == 1
     figure, axes = panels(len(shown), sharey=same_metric)
@@ -64,13 +64,18 @@ def draw_by_step(
         for objective in reversed(objectives):  # The first one is on top.
             color = color_of(objective)
             values_at: dict[int, list[float]] = {}
-            for run in select(runs, mismatch=mismatch, objective=objective).values():
+            same = select(runs, mismatch=mismatch, objective=objective).values()
+            for run in same:
                 points = series(run, metric)
                 axis.plot(*zip(*points, strict=True), color=color, lw=0.6, alpha=0.5)
                 for step, value in points:
                     values_at.setdefault(step, []).append(value)
-            means = [mean(values) for values in values_at.values()]
-            axis.plot(list(values_at), means, color=color, lw=2, label=objective)
+            means = {
+                step: mean(values)
+                for step, values in values_at.items()
+                if len(values) == len(same)
+            }
+            axis.plot(means.keys(), means.values(), color=color, lw=2, label=objective)
         axis.set(title=title, xlabel="step")
         axis.set_ylim(bottom=0)
     add_legend(figure, objectives)
