@@ -111,7 +111,7 @@ class Config(Flags):
     top_p: Probability = 1.0
     """nucleus of the rollouts; below 1 the KL changes: loss.restrict_to_support"""
     top_k: Count = 0
-    """sample among the k likeliest tokens only, and as for top_p; 0: among all"""
+    """sample among the k likeliest tokens only; 0: all. The KL changes as by top_p"""
     top_logprobs: PositiveCount = 20
     """K: the KL is over the K likeliest tokens of pi_b and one bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
@@ -205,7 +205,7 @@ def find_loss(
 
 
 def problems_at(seed: int, problem_count: int, places: Iterable[int]) -> list[int]:
-    """The numbers of the problems at these places of a run, which are its groups'.
+    """The number of the problem that the group at each of these places has.
 
     Each epoch is shuffled.
     """
@@ -255,11 +255,11 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    The longest prompt with its response, on any rank, sets how many responses a part
-    holds, and at least one. So every rank has equally many parts,
-    as FSDP needs all ranks in every forward pass. Every part has rows, as Config makes
-    sure that every rank has equally many prompts in a minibatch. Responses are sorted
-    by length, so that little of a part is padding. A collective.
+    A part holds one response at least. How many it holds is set by the longest prompt
+    with its response, on any rank. So every rank has equally many parts, as FSDP needs
+    all ranks in every forward pass. Every part has rows, as Config makes sure that
+    every rank has equally many prompts in a minibatch. Responses are sorted by length,
+    so that little of a part is padding. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest = length[rows].max()

@@ -255,9 +255,7 @@ def main() -> None:
     folder, runs = path.parent, read_runs(path)
     at_rate = select(runs, learning_rate=LEARNING_RATE)
     draw_scores(at_rate, folder / "scores.png")
-    shown = [
-        (name, name, "heldout_pass@1") for name in ("T = 1.6", "lag 16", "16 updates")
-    ]
+    shown = [(name, name, "heldout_pass@1") for name in SHOWN_BY_STEP]
     draw_by_step(at_rate, MAIN, shown, folder / "curves.png")
     draw_weights(folder / "objectives.png")
     path.with_suffix(".md").write_text(text_of_laboratory(runs))
