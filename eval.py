@@ -48,13 +48,13 @@ class EvalConfig(Flags):
     task: list[str] = ["tiny"]
     """one or several tasks, each as train.py takes it: gsm8k,math"""
     split: Literal["train", "heldout"] = "heldout"
-    """of the tasks"""
+    """which problems of each task"""
     samples: PositiveCount = 1
     """n, the responses to a problem"""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """of the samples; 0: greedy"""
+    """sampling temperature; 0: greedy"""
     top_p: Probability = 1.0
-    """of the samples"""
+    """nucleus of the samples; 1: all tokens"""
     max_response_tokens: PositiveCount = 64
     """truncate longer responses"""
     limit: Count = 0

@@ -2,6 +2,7 @@
 
 Fakoor, Aubry, Stranges, Smola: "Trust the Batch, On- or Off-Policy: Adaptive Policy
 Optimization for RL Post-Training", arXiv 2605.12380. Equation numbers are the paper's.
+We have the equations second-hand (README.md).
 
 Token y_t of a response to prompt x was sampled from the behavior policy pi_b: what the
 rollout engine really drew from, after temperature, top-p and rounding. pi_theta is the
@@ -70,8 +71,8 @@ def effective_sample_size(sums: Tensor) -> Tensor:
     which over samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). In the
     metrics e_B is called ess.
 
-    e_B is NaN if there are no tokens, if a ratio is not finite, or if, from about 350
-    nats on, a rho^2 overflows float64 or all of them underflow.
+    e_B is NaN if there are no tokens or if a ratio is not finite. It means nothing
+    where |log rho| is beyond about 350 nats, as rho^2 leaves the range of float64.
     """
     count, total, total_of_squares = sums
     ess = total.square() / (count * total_of_squares)
@@ -101,8 +102,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
     # A token that pi_theta cannot sample adds nothing: 0 log 0 is 0.
     log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
-    # -p + b sums to 0 over all tokens. Added term by term it makes every term 0 or
-    # more, and cancels the rounding of probabilities that do not quite sum to 1.
+    # Over all tokens -p + b sums to 0. In each term it keeps the term at 0 or more, and
+    # it cancels the rounding of probabilities that do not quite sum to 1.
     listed = (p * log_ratio - p + b).sum(dim=-1)
     rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest
     return listed + rest
@@ -154,10 +155,10 @@ def grpo(
 
     The arguments are p3o's, and eps is the clip range. (4) is equation 7 of arXiv
     1707.06347. A token whose ratio has left the range in the direction of its advantage
-    has no gradient. Where A < 0 and rho is above the range, A has the weight rho,
-    however large rho is. GRPO (arXiv 2402.03300, equation 3) averages over responses
-    first, and adds a KL to a fixed reference model. Here every token counts the same,
-    and there is no reference model.
+    has no gradient. Where A < 0 and rho is above the range nothing is clipped: the
+    weight is rho, however large. GRPO (arXiv 2402.03300, equation 3) averages over
+    responses first, and adds a KL to a fixed reference model. Here every token counts
+    the same, and there is no reference model.
     """
     rho = (logp - logp_behavior).exp()
     clipped = rho.clamp(1 - eps, 1 + eps)
@@ -182,7 +183,8 @@ def main() -> None:
         log_ratio = torch.tensor([ratios]).log().requires_grad_()
         zeros, ones = torch.zeros(1, 4), torch.ones(1, 4)
         e_b = effective_sample_size(ratio_sums(log_ratio, ones.bool())).item()
-        # Only the ratio counts, so log pi_b may be 0, and log pi_theta log rho.
+        # The gradient depends on rho alone, so we take log pi_b = 0. Then log pi_theta
+        # is log rho.
         p3o(log_ratio, zeros, ones, zeros, e_b).sum().backward()
         weight = -log_ratio.grad[0, -1].item()
         batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"

@@ -47,7 +47,7 @@ def without_thoughts(completion: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""The last \boxed{...}, or without one the line behind the last ####; else ""."""
+    r"""The last \boxed{...}, or else the line behind the last ####, or else ""."""
     if box := last_box(text):
         return box
     _, marker, behind = text.rpartition("####")
@@ -156,9 +156,9 @@ def gold_answer(row: Row) -> str:
 def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
 
-    Each gold answer is one that its own verifier finds in a completion and calls
-    correct. In the user's own files a row without one is refused. In a hub dataset,
-    which is not the user's to correct, it is left out, and counted on stderr.
+    The task's verifier accepts each gold answer as a completion's. In the user's own
+    files a row that it does not accept is refused. In a hub dataset, which is not the
+    user's to correct, the row is left out, and counted on stderr.
 
     Raises Refused, in one sentence, for an unknown task or split or a bad row.
     """
@@ -196,11 +196,11 @@ class Split(NamedTuple):
     """Problems of a task, ready to sample from."""
 
     problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
-    prompts: list[list[int]]  # token ids, one of each problem
+    prompts: list[list[int]]  # token ids, a prompt for each problem
     verifier: str
 
     def score(self, numbers: list[int], responses: list[str]) -> list[float]:
-        """The reward of each response to the problems of these numbers.
+        """The reward of each response to the problems with these indices.
 
         Each problem has equally many responses, which are neighbors.
         """
@@ -222,8 +222,8 @@ def load_split(
 ) -> Split:
     """The first `limit` problems of a task's split (0: all), with their prompts.
 
-    Prompts of more than `room` tokens are left out if `drop_long`, else Refused. Raises
-    Refused if none is left.
+    Prompts of more than `room` tokens are left out if `drop_long`. Raises Refused if
+    there are such prompts and not `drop_long`, or if none is left.
     """
     task = task_of(name_or_path)
     problems, prompts = encode_problems(

@@ -103,10 +103,10 @@ def prompts_of_rank(prompt_count: int) -> range:
 
 
 def noise_seed(seed: int, place: int, samples: int) -> int:
-    """The seed of the noise of a run's prompt at `place`, which has so many samples.
+    """The seed of the first of so many samples of the prompt at `place` of a run.
 
     The engine adds j for sample j. So no two rollouts of a run have the same noise. The
-    first seed of a run is a random number, so that runs 0 and 1 share no noise.
+    first seed of a run is a random number, so that two runs hardly ever share noise.
     """
     return random.Random(seed).getrandbits(31) + place * samples
 
@@ -117,7 +117,7 @@ class Engine:
     `init_distributed` comes first, and all ranks build their engines together.
     quantization "fp8_per_channel" is vLLM's own, of weights and activations of the
     linear layers; every `load_weights` quantizes anew. load_format "dummy" begins with
-    random weights: one that `load_weights` never brings then shows at once.
+    random weights, so that a weight which `load_weights` never brings shows at once.
     max_model_len is in tokens, and top_logprobs is K.
     """
 
@@ -193,8 +193,8 @@ class Engine:
         """
         from vllm import SamplingParams, distributed
 
-        # The prefix cache holds what older weights computed. And a resumed run, which
-        # has to sample the same, starts without one.
+        # The prefix cache holds what older weights computed. And a resumed run begins
+        # with an empty one, and has to sample what a run without a break does.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM kept its prefix cache: is another thread sampling?"

@@ -111,7 +111,7 @@ class Config(Flags):
     top_p: Probability = 1.0
     """nucleus of the rollouts; below 1 the KL changes: loss.restrict_to_support"""
     top_k: Count = 0
-    """sample among the k likeliest tokens only; 0: all. The KL changes as by top_p"""
+    """sample among the k likeliest tokens only; 0: all. The KL changes as with top_p"""
     top_logprobs: PositiveCount = 20
     """K: the KL is over the K likeliest tokens of pi_b and one bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
@@ -205,9 +205,9 @@ def find_loss(
 
 
 def problems_at(seed: int, problem_count: int, places: Iterable[int]) -> list[int]:
-    """The number of the problem that the group at each of these places has.
+    """Which problem the group at each of these places has, as an index.
 
-    Each epoch is shuffled.
+    A group's place is its number from the start of the run. Each epoch is shuffled.
     """
     shuffled = {}
     for epoch in {place // problem_count for place in places}:
@@ -255,7 +255,7 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    A part holds one response at least. How many it holds is set by the longest prompt
+    A single response may be longer. How many a part holds is set by the longest prompt
     with its response, on any rank. So every rank has equally many parts, as FSDP needs
     all ranks in every forward pass. Every part has rows, as Config makes sure that
     every rank has equally many prompts in a minibatch. Responses are sorted by length,

@@ -1,17 +1,17 @@
 """What a run tells: a line of metrics a step, and at its end a table and a figure.
 
-metrics.jsonl, written by rank 0, has over all ranks, of the step's rollout batch:
+Rank 0 writes metrics.jsonl. Of the step's rollout batch, over all ranks, it has:
 
-    weight_version       the weights that sampled it: the number of steps they had
+    weight_version       the step after which the weights that sampled it were synced
     reward               mean reward
     groups_with_signal   share of the groups whose rewards are not all equal
     response_tokens      mean length, with the end of sequence
     truncated            share of the responses that max_response_tokens cut
     entropy              of pi_b, from its samples: mean of -log pi_b, nats a token
 
-as means over its updates, each of the whole batch B of the update:
+Of the step's updates it has means. Each update's value is over its whole batch B:
 
-    loss                 what was minimized
+    loss                 the objective's mean over the tokens of B
     ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio                mean of rho
@@ -19,13 +19,13 @@ as means over its updates, each of the whole batch B of the update:
                          0.1 to 0.9 of a fresh batch, each by next to nothing
     grad_norm            before clipping
 
-of one update:
+Of a single update it has:
 
-    ess_min              the smallest e_B of the updates
-    mismatch_mean        mean |log rho| at the first, before pi_theta has changed
+    ess_min              e_B of the update where it is smallest
+    mismatch_mean        mean |log rho| of the step's first update, before it
 
-and rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb,
-these of rank 0 alone. With lag the first step samples several batches, and the last
+Of rank 0 alone it has rollout_seconds, reward_seconds, update_seconds, sync_seconds and
+peak_memory_gb. With lag the first step samples several batches, and the last
 steps none. Where the policy was evaluated it has heldout_pass@1 (sampled at
 policy_temperature) and heldout_greedy: of the policy, never of an fp8 copy of it.
 """
