@@ -95,7 +95,8 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
     `passes` has the pass@k of each problem. The interval is scipy's percentile
     bootstrap over problems. If the mean is 0 or 1, every resample would be the same, so
     the interval is the exact binomial one. A single problem tells nothing of others:
-    its interval is 0 to 1.
+    its interval is 0 to 1. If all problems have the same value between 0 and 1, the
+    interval has no width.
     """
     # Not at the top of the file: it takes half a second, and train.py can do without.
     from scipy.stats import binomtest, bootstrap
@@ -156,20 +157,23 @@ def evaluate(
     return [everyone[i] for i in range(len(split.prompts))]
 
 
-def heldout_accuracy(engine: Engine, heldout: Split, cfg: Any) -> dict[str, float]:
+def heldout_accuracy(
+    engine: Engine, heldout: Split, policy_temperature: float, max_tokens: int
+) -> dict[str, float]:
     """The share of the problems that the policy solves, in one sample and greedily.
 
     Sampled accuracy may rise because a policy grows more certain. Greedy accuracy
-    beside it tells whether it has learned. `cfg` is a train.Config. A collective.
+    beside it tells whether it has learned. Responses are cut at max_tokens. A
+    collective.
     """
-    temperatures = {"heldout_pass@1": cfg.policy_temperature, "heldout_greedy": 0.0}
+    temperatures = {"heldout_pass@1": policy_temperature, "heldout_greedy": 0.0}
     accuracy = {}
     for name, temperature in temperatures.items():
         correct = evaluate(
             engine,
             heldout,
             temperature=temperature,
-            max_tokens=cfg.max_response_tokens,
+            max_tokens=max_tokens,
         )
         accuracy[name] = sum(correct) / len(correct)
     return accuracy

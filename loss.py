@@ -40,9 +40,9 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group, plus 1e-6. Its variance divides by G - 1, as in
-    the authors' code. The paper's, as quoted, divides by G, which makes advantages 1.07
-    times as large at G = 8. Equal rewards have advantage 0.
+    deviation of the group, plus 1e-6. Its variance is over G - 1, as in the authors'
+    code. The paper's, as quoted, is over G, so its advantages are 1.07 times as large
+    at G = 8. Equal rewards have advantage 0.
     """
     # If all rewards are equal, this makes all of them exactly 0.
     reward = reward - reward[..., :1]
@@ -67,12 +67,13 @@ def effective_sample_size(sums: Tensor) -> Tensor:
     """e_B (11), the normalized effective sample size of a batch: float64, 0-d.
 
     `sums` is the `ratio_sums` of the whole batch. Equal ratios give 1, one dominant
-    ratio 1/|B|. With CV the coefficient of variation of rho, e_B = 1 / (1 + CV^2),
-    which over samples of pi_b estimates 1 / (1 + chi^2(pi_theta || pi_b)). In the
-    metrics e_B is called ess.
+    ratio 1/|B|. With CV the coefficient of variation of rho, e_B = 1 / (1 + CV^2).
+    Where pi_b can sample all that pi_theta can, this estimates
+    1 / (1 + chi^2(pi_theta || pi_b)). In the metrics e_B is called ess.
 
-    e_B is NaN if there are no tokens or if a ratio is not finite. It means nothing
-    where |log rho| is beyond about 350 nats, as rho^2 leaves the range of float64.
+    e_B is NaN if there are no tokens or if a ratio is not finite. It means nothing if a
+    log rho is above about 350 nats, or all are below -350, as then the squares leave
+    the range of float64.
     """
     count, total, total_of_squares = sums
     ess = total.square() / (count * total_of_squares)
@@ -102,8 +103,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
     # A token that pi_theta cannot sample adds nothing: 0 log 0 is 0.
     log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
-    # Over all tokens -p + b sums to 0. In each term it keeps the term at 0 or more, and
-    # it cancels the rounding of probabilities that do not quite sum to 1.
+    # Over all tokens -p + b sums to 0. It makes each summand 0 or more, and cancels the
+    # rounding of probabilities that do not quite sum to 1.
     listed = (p * log_ratio - p + b).sum(dim=-1)
     rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest
     return listed + rest
@@ -114,8 +115,8 @@ def restrict_to_support(logp: Tensor, logp_behavior: Tensor) -> tuple[Tensor, Te
 
     These set pi_b to 0 on most tokens, so KL(pi_theta || pi_b) is infinite. Instead
     both policies are renormalized to the listed tokens that pi_b can sample, and
-    compared on these. Other tokens get no gradient. Both are [..., K], and so are
-    the results, with -inf for a token that pi_b cannot sample.
+    compared on these. The KL gives other tokens no gradient. Both are [..., K], and so
+    are the results, with -inf for a token that pi_b cannot sample.
     """
     logp = logp.masked_fill(logp_behavior == -torch.inf, -torch.inf)
     return logp.log_softmax(dim=-1), logp_behavior.log_softmax(dim=-1)

@@ -1,6 +1,6 @@
 r"""What counts as a correct answer, and the problems of a task with their answers.
 
-A completion is judged in three steps:
+A response is judged in three steps:
 
     1. where its final answer is     after </think>: the last box, #### or word
     2. what that says                a word, a number, or a formula in LaTeX
@@ -8,7 +8,7 @@ A completion is judged in three steps:
 
 recipes/README.md lists what was decided in each step.
 
-Completions are untrusted text to compare, never code to run. Comparing words and
+Responses are untrusted text to compare, never code to run. Comparing words and
 numbers is safe. Comparing formulas may never end, as with 98^{97^{96}}. So
 support/judge.py compares them in processes with a limit of time and memory. An answer
 that needs more counts as wrong.
@@ -37,12 +37,12 @@ from support.tasks import (
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)[{}]")
 
 
-def without_thoughts(completion: str) -> str:
+def without_thoughts(response: str) -> str:
     """What follows the thoughts of a model that thinks first, which end with </think>.
 
     Where <think> has not ended, nothing is an answer yet.
     """
-    text = completion.rpartition("</think>")[2]
+    text = response.rpartition("</think>")[2]
     return "" if "<think>" in text else text
 
 
@@ -86,25 +86,25 @@ def number_of(latex: str) -> Fraction | None:
 # --- 3. Whether it is the gold one
 
 
-def same_words(completions: list[str], golds: list[str]) -> list[bool]:
-    """Whether each completion's last word is the gold answer."""
-    last_words = [without_thoughts(text).split()[-1:] for text in completions]
+def same_words(responses: list[str], golds: list[str]) -> list[bool]:
+    """Whether each response's last word is the gold answer."""
+    last_words = [without_thoughts(text).split()[-1:] for text in responses]
     return [word == [gold] for word, gold in zip(last_words, golds, strict=True)]
 
 
-def same_numbers(completions: list[str], golds: list[str]) -> list[bool]:
+def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
     """Whether each final answer is the gold number, with a unit or without."""
     verdicts = []
-    for completion, gold in zip(completions, golds, strict=True):
-        answer = final_answer(without_thoughts(completion))
+    for response, gold in zip(responses, golds, strict=True):
+        answer = final_answer(without_thoughts(response))
         number = number_of(latex_of(answer))
         verdicts.append(number is not None and number == number_of(latex_of(gold)))
     return verdicts
 
 
-def same_formulas(completions: list[str], golds: list[str]) -> list[bool]:
+def same_formulas(responses: list[str], golds: list[str]) -> list[bool]:
     """Whether each final answer is equal to the gold formula."""
-    answers = [final_answer(without_thoughts(text)) for text in completions]
+    answers = [final_answer(without_thoughts(text)) for text in responses]
     pairs = [
         (latex_of(gold), latex_of(answer))
         for gold, answer in zip(golds, answers, strict=True)
@@ -130,17 +130,17 @@ VERIFIERS = {"exact": same_words, "gsm8k": same_numbers, "math": same_formulas}
 
 
 def score(
-    completions: list[str], answers: list[str], verifier: str = "math"
+    responses: list[str], answers: list[str], verifier: str = "math"
 ) -> list[float]:
-    """1.0 for each completion whose final answer is the gold answer, else 0.0.
+    """1.0 for each response whose final answer is the gold answer, else 0.0.
 
-    completions and answers are of one length; verifier is "exact", "gsm8k" or "math".
-    Each reward depends on its own completion and answer alone.
+    responses and answers are of one length; verifier is "exact", "gsm8k" or "math".
+    Each reward depends on its own response and answer alone.
 
     Raises ValueError for lists of unequal lengths, KeyError for another verifier, and
     RuntimeError if formulas cannot be compared on this machine.
     """
-    return [float(verdict) for verdict in VERIFIERS[verifier](completions, answers)]
+    return [float(verdict) for verdict in VERIFIERS[verifier](responses, answers)]
 
 
 # --- The problems of a task
@@ -156,7 +156,7 @@ def gold_answer(row: Row) -> str:
 def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
 
-    The task's verifier accepts each gold answer as a completion's. In the user's own
+    The task's verifier accepts each gold answer as a response's. In the user's own
     files a row that it does not accept is refused. In a hub dataset, which is not the
     user's to correct, the row is left out, and counted on stderr.
 
@@ -199,15 +199,15 @@ class Split(NamedTuple):
     prompts: list[list[int]]  # token ids, a prompt for each problem
     verifier: str
 
-    def score(self, numbers: list[int], responses: list[str]) -> list[float]:
+    def score(self, indices: list[int], responses: list[str]) -> list[float]:
         """The reward of each response to the problems with these indices.
 
         Each problem has equally many responses, which are neighbors.
         """
-        samples = len(responses) // len(numbers)
+        samples = len(responses) // len(indices)
         answers = []
-        for number in numbers:
-            answers += [self.problems[number]["answer"]] * samples
+        for index in indices:
+            answers += [self.problems[index]["answer"]] * samples
         return score(responses, answers, self.verifier)
 
 

@@ -228,12 +228,12 @@ def sample_batch(
     """
     first = (step - 1) * cfg.prompts_per_step
     places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
-    numbers = problems_at(cfg.seed, len(train.prompts), places)
+    indices = problems_at(cfg.seed, len(train.prompts), places)
     # The evaluations have seed 0, so the rollouts begin at 1.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
         rollouts = engine.sample(
-            [train.prompts[number] for number in numbers],
+            [train.prompts[i] for i in indices],
             cfg.group_size,
             seeds,
             max_tokens=cfg.max_response_tokens,
@@ -242,7 +242,7 @@ def sample_batch(
             top_k=cfg.top_k,
         )
     with log.phase("reward"):
-        rollouts.reward = torch.tensor(train.score(numbers, rollouts.text))  # [N]
+        rollouts.reward = torch.tensor(train.score(indices, rollouts.text))  # [N]
         of_groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
         advantage = group_advantage(of_groups, cfg.scale_advantage)  # (3), [P, G]
         # Every token has the advantage of its response.
@@ -304,7 +304,8 @@ def update(
             output = policy(part)
         sums += ratio_sums(output[0] - part.logp_behavior, part.mask)
     dist.all_reduce(sums)
-    token_count, e_b = sums[0].item(), effective_sample_size(sums).item()  # (11)
+    token_count = sums[0].item()
+    e_b = effective_sample_size(sums).item()  # (11)
     if not math.isfinite(e_b):
         raise FloatingPointError(
             f"step {step}: e_B is not finite, as some ratio is not, or is beyond "
@@ -407,7 +408,8 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
         top_logprobs=cfg.top_logprobs,
         can_sleep=True,
     )
-    return engine, engine if cfg.rollout_quantization == "none" else build()
+    evaluator = engine if cfg.rollout_quantization == "none" else build()
+    return engine, evaluator
 
 
 def evaluate_policy(
@@ -421,7 +423,9 @@ def evaluate_policy(
         # The sync has not reached this second engine.
         evaluator.load_weights(full_weights(policy), version="evaluation")
         check_sync(evaluator, policy, heldout.prompts)
-    return heldout_accuracy(evaluator, heldout, cfg)
+    return heldout_accuracy(
+        evaluator, heldout, cfg.policy_temperature, cfg.max_response_tokens
+    )
 
 
 def main() -> None:
@@ -460,7 +464,8 @@ def main() -> None:
         engine.sleep()
         history = []  # of the updates of this step
         rows_of_rank = torch.arange(len(rollouts.text))
-        for rows in rows_of_rank.chunk(cfg.minibatches) * cfg.passes:
+        minibatches = rows_of_rank.chunk(cfg.minibatches)
+        for rows in minibatches * cfg.passes:  # a tuple, repeated
             updates += 1
             warm_up = min(1.0, updates / max(1, cfg.warmup_steps))
             optimizer.param_groups[0]["lr"] = warm_up * cfg.learning_rate

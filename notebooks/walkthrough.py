@@ -9,7 +9,7 @@
 # - Measure how far off-policy it is: 3 and 4.
 # - Compute both terms of the loss, and look at the weight of every token: 5 and 6.
 # - Update, and meet the same batch again as stale data: 7 and 8.
-# - Meet a hot batch, sampled at temperature 1.4: 9.
+# - Meet a hot batch, sampled at temperature 1.4: 9 and 10.
 #
 # Equation numbers are those of the paper (arXiv 2605.12380). Everything that is
 # imported from this repository is what the trainer itself uses.
@@ -41,6 +41,7 @@ from support.tasks import check_model
 mesh = init_distributed()
 engine = Engine("tiny", 128, dtype="float32", top_logprobs=20)
 policy = build_policy("tiny", mesh)
+# Ten times the trainer's learning rate, so that ten steps show something.
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
 
 # %% [markdown]
@@ -204,7 +205,7 @@ def colored(values, scale, batch, rows):
 def weights_of(logp, kl, ess):
     """v_t of each token: minus the gradient of its loss to its log pi_theta."""
     leaf = logp.detach().requires_grad_()
-    constant_kl = kl.detach()  # The KL moves all tokens of a position, not this one.
+    constant_kl = kl.detach()  # so that only the policy term has a gradient
     of_tokens = p3o(leaf, rollouts.logp_behavior, advantage, constant_kl, ess)
     (gradient,) = torch.autograd.grad(of_tokens.sum(), leaf)
     return -gradient
@@ -241,7 +242,7 @@ assert ess_after < ess
 # ## 8. The same batch again, as stale data
 #
 # Nine more steps on the same samples. The policy moves away from the one that
-# sampled, and e_B falls, the farther it is.
+# sampled; the farther it is, the lower is e_B.
 
 # %%
 for step in range(2, 11):
@@ -322,8 +323,8 @@ for column in farthest:
 # %% [markdown]
 # ## 9. A hot batch
 #
-# The new weights go to the engine, and it samples at temperature 1.4. The samples are
-# fresh, but pi_b is a hotter distribution than pi_theta, and e_B sees it.
+# The new weights go to the engine, and it samples at temperature 1.4. The weights are
+# the newest, but pi_b is a hotter distribution than pi_theta, and e_B sees it.
 
 # %%
 engine.load_weights(full_weights(policy), version="10")

@@ -15,8 +15,8 @@ Of the step's updates it has means. Each update's value is over its whole batch 
     ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio                mean of rho
-    clip_fraction        share of the tokens with rho > e_B, which the cap of P3O cuts:
-                         0.1 to 0.9 of a fresh batch, each by next to nothing
+    clip_fraction        share of the tokens with rho > e_B, whatever the objective.
+                         P3O caps these: 0.1 to 0.9 of a fresh batch, by next to nothing
     grad_norm            before clipping
 
 Of a single update it has:

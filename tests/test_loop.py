@@ -16,7 +16,7 @@ from launch import read_metrics, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from eval import EvalConfig, evaluate, heldout_accuracy, load_benchmarks
+from eval import EvalConfig, evaluate, load_benchmarks
 from loss import LOSSES
 from reward import Split, load_task
 from rollout import Engine, Rollouts
@@ -25,6 +25,7 @@ from support.log import Log
 from train import (
     Config,
     build_engines,
+    evaluate_policy,
     find_loss,
     load_data,
     problems_at,
@@ -94,8 +95,8 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(
     [call] = asked
     # Step 2 has the places 4 to 7 of the run.
     problems = len(tiny.train.prompts)
-    numbers = problems_at(3, problems, range(4, 8))
-    assert call.pop("prompts") == [tiny.train.prompts[number] for number in numbers]
+    indices = problems_at(3, problems, range(4, 8))
+    assert call.pop("prompts") == [tiny.train.prompts[index] for index in indices]
     assert len(call.pop("seeds")) == 4
     assert call == {"n": 4, "max_tokens": 5, **settings}
 
@@ -337,7 +338,7 @@ def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
 ):
     # Neither depends on how rollouts are sampled.
     cfg = Config(temperature=1.4, top_p=0.5, policy_temperature=0.8)
-    heldout_accuracy(engine, few, cfg)
+    evaluate_policy(engine, policy, few, cfg)
     assert [call["temperature"] for call in asked] == [0.8, 0.0]
     for call in asked:
         assert call["prompts"] == few.prompts
@@ -445,9 +446,9 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_special_tokens_included(run
     for step in 1, 2, 3, 4:
         # The first two prompts of rank 0, at 16 prompts a step on two ranks.
         first = (step - 1) * 16
-        numbers = problems_at(0, len(problems), [first, first + 2])
-        for number, sample in zip(numbers, samples[2 * step - 2 :], strict=False):
-            assert sample["prompt"] == f"<bos>{problems[number]['prompt']}:"
+        indices = problems_at(0, len(problems), [first, first + 2])
+        for index, sample in zip(indices, samples[2 * step - 2 :], strict=False):
+            assert sample["prompt"] == f"<bos>{problems[index]['prompt']}:"
             assert sample["reward"] in (0, 1)
 
 

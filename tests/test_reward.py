@@ -23,7 +23,7 @@ from support.tasks import (
     task_of,
 )
 
-# Pairs of a gold answer and the answer in a completion's box.
+# Pairs of a gold answer and the answer in a response's box.
 SAME_FORMULA = [
     # numbers
     ("18", "18.0"),
@@ -235,24 +235,24 @@ def test_math_verdict(gold, answer, expected, rewards):
 
 
 @pytest.mark.parametrize(
-    "gold, completion, expected", verdicts_table(SAME_NUMBER, ANOTHER_NUMBER)
+    "gold, response, expected", verdicts_table(SAME_NUMBER, ANOTHER_NUMBER)
 )
-def test_gsm8k_verdict(gold, completion, expected):
-    assert score([completion], [gold], "gsm8k") == [expected]
+def test_gsm8k_verdict(gold, response, expected):
+    assert score([response], [gold], "gsm8k") == [expected]
 
 
 @pytest.mark.parametrize(
-    "gold, completion, expected", verdicts_table(SAME_WORD, ANOTHER_WORD)
+    "gold, response, expected", verdicts_table(SAME_WORD, ANOTHER_WORD)
 )
-def test_exact_verdict(gold, completion, expected):
-    assert score([completion], [gold], "exact") == [expected]
+def test_exact_verdict(gold, response, expected):
+    assert score([response], [gold], "exact") == [expected]
 
 
 @pytest.mark.parametrize("verifier", ["gsm8k", "math"])
 def test_the_answer_is_the_last_complete_box_or_else_behind_the_last_mark(verifier):
-    completions = FOUND + NOT_FOUND
+    responses = FOUND + NOT_FOUND
     expected = [1.0] * len(FOUND) + [0.0] * len(NOT_FOUND)
-    assert score(completions, ["5"] * len(completions), verifier) == expected
+    assert score(responses, ["5"] * len(responses), verifier) == expected
 
 
 def test_last_box_is_the_last_box_to_close():
@@ -303,11 +303,11 @@ def children_cpu_seconds() -> float:
 
 
 @pytest.mark.parametrize("verifier", ["exact", "gsm8k", "math"])
-def test_hostile_completions_get_0_and_the_others_their_reward(verifier, tmp_path):
-    completions = [*HOSTILE, r"\boxed{5}"]
+def test_hostile_responses_get_0_and_the_others_their_reward(verifier, tmp_path):
+    responses = [*HOSTILE, r"\boxed{5}"]
     expected = [0.0] * len(HOSTILE) + [float(verifier != "exact")]
     start = time.process_time()
-    assert score(completions, ["5"] * len(completions), verifier) == expected
+    assert score(responses, ["5"] * len(responses), verifier) == expected
     # Children do what may take long. The trainer itself reads text, in time that grows
     # with its length: a second for a megabyte of braces.
     assert time.process_time() - start < 10
@@ -350,8 +350,8 @@ def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
 
 def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     monkeypatch.setattr(judge, "ROOT", ROOT / "tiny")  # where no judge can be started
-    completions = [r"\boxed{\sqrt{2}}", r"\boxed{18}", r"\boxed{018}", r"\boxed{1}"]
-    assert score(completions, [r"\sqrt{2}", "18", "18", "18"]) == [1.0, 1.0, 1.0, 0.0]
+    responses = [r"\boxed{\sqrt{2}}", r"\boxed{18}", r"\boxed{018}", r"\boxed{1}"]
+    assert score(responses, [r"\sqrt{2}", "18", "18", "18"]) == [1.0, 1.0, 1.0, 0.0]
     with pytest.raises(RuntimeError, match="formulas cannot be compared .*support"):
         score([r"\boxed{x}"], ["y"])
 

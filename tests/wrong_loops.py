@@ -104,7 +104,8 @@ NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
 # Lines that several mistakes are about.
 MINIBATCHES = "rows_of_rank.chunk(cfg.minibatches)"
 SUMS = "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)"
-E_B = "token_count, e_b = sums[0].item(), effective_sample_size(sums).item()"
+COUNT = "token_count = sums[0].item()"
+E_B = "e_b = effective_sample_size(sums).item()"
 SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
 
 MISTAKES: dict[str, Mistake] = {
@@ -155,7 +156,7 @@ MISTAKES: dict[str, Mistake] = {
     # train.py: rewards and advantages
     "the answers of other problems": Mistake(
         reward.Split.score,
-        "self.problems[number]",
+        "self.problems[index]",
         "self.problems[number - 1]",
         ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
@@ -203,7 +204,7 @@ MISTAKES: dict[str, Mistake] = {
         [PASSES],
     ),
     "a single pass": Mistake(
-        train.main, f"{MINIBATCHES} * cfg.passes", MINIBATCHES, [PASSES]
+        train.main, "minibatches * cfg.passes", "minibatches", [PASSES]
     ),
     "a group split between minibatches": Mistake(
         train.main,
@@ -256,8 +257,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "|B| of one rank": Mistake(
         train.update,
-        E_B,
-        E_B.replace("sums[0]", "rollouts.mask[rows].sum()"),
+        COUNT,
+        COUNT.replace("sums[0]", "rollouts.mask[rows].sum()"),
         [TWO_RANKS],
     ),
     "e_B of the update before": Mistake(
@@ -365,7 +366,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: evaluation
     "held-out accuracy at the temperature of the rollouts": Mistake(
-        eval.heldout_accuracy, "cfg.policy_temperature", "cfg.temperature", [HELDOUT]
+        train.evaluate_policy, "cfg.policy_temperature", "cfg.temperature", [HELDOUT]
     ),
     "greedy accuracy that is sampled": Mistake(
         eval.heldout_accuracy,
@@ -489,7 +490,7 @@ MISTAKES: dict[str, Mistake] = {
         ["test_rollout.test_runs_of_different_seeds_share_no_noise"],
     ),
     # reward.py
-    "any word of a completion counts": Mistake(
+    "any word of a response counts": Mistake(
         reward.same_words,
         ".split()[-1:]",
         ".split()[:1]",
