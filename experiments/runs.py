@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+import torch
 from scipy.stats import t as student
 
 from support.command import Refused
@@ -149,9 +150,12 @@ def run_grid(
 ) -> None:
     """Run the cells that have no line in `path` yet, and append theirs.
 
-    The workers share the cores of this process. Raises Refused at the end where runs
-    failed.
+    The workers share the cores of this process. A machine with a GPU has one worker.
+    Raises Refused at the end where runs failed.
     """
+    if torch.cuda.is_available():
+        # An engine that falls asleep fails if another run takes memory meanwhile.
+        workers = 1
     path.parent.mkdir(parents=True, exist_ok=True)
     done = read_runs(path) if path.exists() else {}
     jobs = [

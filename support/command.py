@@ -88,14 +88,15 @@ def read_recipe(path: str) -> dict[str, Any]:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main. What ends it early is said, in one sentence if it can be.
 
-    The process then leaves at once. vLLM would otherwise end its engine in a way that
-    waits for the other ranks, which wait for this one. torchrun ends them.
+    The process then leaves at once. An engine that ended with the interpreter would
+    wait for the other ranks, which wait for this one after an error: torchrun ends
+    them. And CUDA's memory pools may abort in whatever order the interpreter ends them.
     """
     rank = os.environ.get("RANK", "0")
     script = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
+    status = 0
     try:
         main()
-        return
     except (Refused, FloatingPointError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         status = 1

@@ -66,3 +66,18 @@ def test_equations_are_called_by_the_papers_numbers():
         text = (ROOT / f"{script}.py").read_text()
         found = set(re.findall(r"(?:^|[\s#,;])\((\d{1,2})\)", text))
         assert found <= paper, script
+
+
+def test_an_environment_of_another_machine_is_refused_not_used(tmp_path):
+    # Set up where nvidia-smi saw a GPU, and used where there is none.
+    (tmp_path / "installed").write_text("requirements.txt\n")
+    flags = [f"VENV={tmp_path}", "REQUIREMENTS=requirements-cpu.txt"]
+    done = subprocess.run(
+        ["make", "--dry-run", "train", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert f"{tmp_path} is from requirements.txt" in done.stderr
+    assert "torchrun" not in done.stdout

@@ -94,6 +94,13 @@ def test_a_recipe_fits_its_gpus_and_is_refused_where_it_does_not(path):
         memory.report(cfg.model_copy(update={"device_gb": 20.0}))
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_begins_with_the_table_of_its_memory(path):
+    cfg = recipe(path)
+    _, *rows = memory.report(cfg).splitlines()  # The title has the model's folder.
+    assert "".join(f"# {row}\n" for row in rows) in path.read_text()
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(Refused, match=f"no model at '{tmp_path}'"):
         memory.report(MemoryConfig(model=str(tmp_path)))

@@ -157,7 +157,7 @@ MISTAKES: dict[str, Mistake] = {
     "the answers of other problems": Mistake(
         reward.Split.score,
         "self.problems[index]",
-        "self.problems[number - 1]",
+        "self.problems[index - 1]",
         ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
     "the verifier of another task": Mistake(
