@@ -389,7 +389,8 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 
     One engine does both, unless rollouts are in fp8. Then a second one evaluates, in
     rollout_dtype and without fp8, so that accuracy is that of the policy. vLLM lets
-    only one engine of a process sleep, so the second stays awake.
+    only one engine of a process sleep, so the second stays awake. It may sample only
+    while the first is awake, as vLLM keeps one table of positions for both.
     """
     build = partial(
         Engine,
