@@ -90,7 +90,7 @@ def run_script(main: Callable[[], None]) -> None:
 
     The process then leaves at once. An engine that ended with the interpreter would
     wait for the other ranks, which wait for this one after an error: torchrun ends
-    them. And CUDA's memory pools may abort in whatever order the interpreter ends them.
+    them. CUDA's memory pools may also abort at the interpreter's end.
     """
     rank = os.environ.get("RANK", "0")
     script = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
