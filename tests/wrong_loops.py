@@ -104,8 +104,6 @@ NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
 # Lines that several mistakes are about.
 MINIBATCHES = "rows_of_rank.chunk(cfg.minibatches)"
 SUMS = "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)"
-COUNT = "token_count = sums[0].item()"
-E_B = "e_b = effective_sample_size(sums).item()"
 SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
 
 MISTAKES: dict[str, Mistake] = {
@@ -257,15 +255,15 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "|B| of one rank": Mistake(
         train.update,
-        COUNT,
-        COUNT.replace("sums[0]", "rollouts.mask[rows].sum()"),
+        "token_count = sums[0].item()",
+        "token_count = rollouts.mask[rows].sum().item()",
         [TWO_RANKS],
     ),
     "e_B of the update before": Mistake(
         train.update,
-        E_B,
-        E_B.replace("effective_sample_size(sums).item()", "getattr(policy, 'e_b', 1.0)")
-        + "; policy.e_b = effective_sample_size(sums).item()",
+        "e_b = effective_sample_size(sums).item()",
+        "e_b = getattr(policy, 'e_b', 1.0); "
+        "policy.e_b = effective_sample_size(sums).item()",
         [BATCH],
     ),
     "the graph of the first micro-batch kept": Mistake(
