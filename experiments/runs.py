@@ -134,6 +134,11 @@ def take_cores(places: multiprocessing.Queue) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def shares_of(cores: list[int], workers: int) -> list[set[int]]:
+    """The cores of each worker; workers that there is no core for have all of them."""
+    return [set(cores[worker::workers] or cores) for worker in range(workers)]
+
+
 def attempt(job: tuple[Cell, list[str]]) -> tuple[Cell, Run | None, str]:
     """A job's run, or why it failed: one that fails keeps no other from running."""
     try:
@@ -166,8 +171,8 @@ def run_grid(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     context = multiprocessing.get_context("fork")
     places = context.Queue()
-    for worker in range(workers):
-        places.put(set(cores[worker::workers] or cores))
+    for share in shares_of(cores, workers):
+        places.put(share)
     failed = 0
     with context.Pool(workers, take_cores, (places,)) as pool:
         ended = pool.imap_unordered(attempt, jobs)

@@ -160,6 +160,22 @@ def policy(engine):
     return policy
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """What engines are asked to sample from here on, as they sample it."""
+    from rollout import Engine
+
+    calls = []
+    sample = Engine.sample
+
+    def recording(engine, prompts, n, seeds, **sampling):
+        calls.append({"prompts": prompts, "n": n, "seeds": seeds, **sampling})
+        return sample(engine, prompts, n, seeds, **sampling)
+
+    monkeypatch.setattr(Engine, "sample", recording)
+    return calls
+
+
 @pytest.fixture(scope="session")
 def heldout():
     """The held-out split of the embedded task: problems, and prompts as token ids."""

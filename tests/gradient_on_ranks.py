@@ -71,8 +71,11 @@ def main(folder: Path) -> None:
     rollouts = whole.select((group % world == rank).nonzero()[:, 0], mesh.device_type)
     policy = build_policy(str(folder / "model"), mesh)
     results = {"weights": [(n, w.clone()) for n, w in full_weights(policy)]}
+    results["mesh"] = tuple(mesh.shape)
     for tokens in MICRO_BATCHES:
         results[tokens] = gradient_of(policy, rollouts, micro_batch_tokens=tokens)
+    half = build_policy(str(folder / "model"), mesh, "bfloat16")
+    results["bfloat16"] = gradient_of(half, rollouts)
     for name in "logp_behavior", "advantage":
         # Only the last rank has such a number.
         batch = with_nan(rollouts, name) if rank == world - 1 else rollouts

@@ -10,27 +10,23 @@ import pytest
 from launch import torchrun
 
 import eval
-from eval import estimate, evaluate, pass_at_k
+from eval import EvalConfig, estimate, evaluate, load_benchmarks, pass_at_k
+from rollout import noise_seed
 from support.command import Refused
 
 # pass@k
 
 
 @pytest.mark.parametrize(
-    "n, c, k", [(5, 2, 1), (5, 2, 3), (6, 1, 6), (4, 0, 2), (4, 4, 1), (8, 3, 4)]
+    "n, c, k", [(5, 2, 1), (5, 2, 3), (6, 1, 6), (4, 0, 2), (4, 4, 1), (8, 2, 4)]
 )
 def test_pass_at_k_is_the_share_of_the_draws_of_k_samples_with_a_right_one(n, c, k):
+    # Of 8 samples with 2 right ones C(6, 4) / C(8, 4) = 15/70 of the draws of 4 have
+    # none. With replacement it would be (1 - 2/8)^4 = 0.316, which is biased.
     samples = [True] * c + [False] * (n - c)
     draws = list(itertools.combinations(samples, k))
     with_a_right_one = sum(any(draw) for draw in draws)
     assert pass_at_k(n, c, k) == pytest.approx(with_a_right_one / len(draws), abs=1e-12)
-
-
-def test_pass_at_k_draws_without_replacement():
-    assert pass_at_k(8, 2, 1) == 2 / 8
-    # Four wrong ones in a row: C(6, 4) / C(8, 4) = 15/70. (1 - 2/8)^4 = 0.316 would be
-    # with replacement, and biased.
-    assert pass_at_k(8, 2, 4) == pytest.approx(1 - 15 / 70)
 
 
 @pytest.mark.parametrize("n, c, k", [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
@@ -108,9 +104,9 @@ def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
     sums = tmp_path / "sums/heldout.jsonl"
     sums.write_text("\n".join(lines[100:109]))
     (tmp_path / "sums/task.json").write_text(Path("tiny/task.json").read_text())
-    flags = [f"--task=tiny,{sums.parent}", "--samples=3", "--limit=20", "--seed=4"]
+    flags = [f"--task=tiny,{sums.parent}", "--samples=3", "--limit=20"]
     result = evaluate_here(run_here, tmp_path / "out", *flags)
-    assert result["settings"]["seed"] == 4
+    assert result["settings"]["limit"] == 20
     tiny, own = result["correct"].values()
     assert (len(tiny), len(own)) == (20, 9)
     for k in 1, 2, 3:
@@ -121,6 +117,24 @@ def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
         assert [each["value"] for each in estimates] == pytest.approx(means)
     printed = capsys.readouterr().out
     assert f"tiny: pass@1 {result['pass@k']['tiny']['1']['value']:.3f} [" in printed
+
+
+def test_the_script_samples_as_its_flags_say(run_here, tmp_path, asked):
+    flags = "--limit=2 --samples=3 --temperature=0.7 --top_p=0.9 --seed=4"
+    more = "--max_response_tokens=5"
+    evaluate_here(run_here, tmp_path / "out", *flags.split(), more)
+    [call] = asked
+    assert len(call.pop("prompts")) == 2
+    seeds = [noise_seed(4, problem, 3) for problem in (0, 1)]
+    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5}
+    assert call == {"n": 3, "seeds": seeds, **sampling}
+
+
+def test_prompts_without_room_for_a_response_can_be_left_out():
+    # The context is 128, and 236 of the 512 problems have at most 9 tokens.
+    cfg = EvalConfig(max_response_tokens=119, drop_long=True)
+    _, benchmarks = load_benchmarks(cfg)
+    assert len(benchmarks["tiny"].prompts) == 236
 
 
 def test_greedy_samples_have_no_noise(run_here, tmp_path):

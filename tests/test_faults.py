@@ -12,12 +12,20 @@ import torch
 
 import train
 from reward import load_task
+from support.command import Refused
 
 SHORT = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
 
 
-def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step(
-    train_here, monkeypatch
+@pytest.mark.parametrize(
+    "steps, error, sentence",
+    [
+        (4, FloatingPointError, "step 3: e_B is not finite"),
+        (2, Refused, "after the sync of weights 2, engine and policy differ by inf"),
+    ],
+)
+def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_last_sync(
+    steps, error, sentence, train_here, monkeypatch
 ):
     apply_gradient = train.apply_gradient
 
@@ -29,8 +37,8 @@ def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step(
         return grad_norm
 
     monkeypatch.setattr(train, "apply_gradient", poison)
-    with pytest.raises(FloatingPointError, match="step 3: e_B is not finite"):
-        train_here(*SHORT, "--steps=4", "--minibatches=1")
+    with pytest.raises(error, match=sentence):
+        train_here(*SHORT, f"--steps={steps}", "--minibatches=1")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The laboratory: what it plans, how it runs, and how it sums up."""
 
-import math
 import os
 
 import pytest
@@ -195,9 +194,12 @@ def test_a_run_that_fails_keeps_no_other_from_running_and_is_run_again(grid, cap
     assert "1/1" in capsys.readouterr().out
 
 
-def test_a_worker_has_its_share_of_the_cores(grid):
-    shares = {tuple(run["cores"]) for run in grid().values()}
-    assert max(map(len, shares)) == math.ceil(len(os.sched_getaffinity(0)) / 2)
+def test_workers_share_the_cores_and_each_run_has_a_share(grid):
+    assert runs.shares_of([0, 1, 2], 2) == [{0, 2}, {1}]
+    assert runs.shares_of([0], 2) == [{0}, {0}]
+    shares = runs.shares_of(sorted(os.sched_getaffinity(0)), 2)
+    for run in grid().values():
+        assert set(run["cores"]) in shares
 
 
 # Summing it up
@@ -294,3 +296,22 @@ def test_the_committed_tables_are_those_of_the_committed_runs(name):
     of_smollm2 = path.stem == "pretrained"
     text_of = report.table_of_runs if of_smollm2 else report.text_of_laboratory
     assert path.with_suffix(".md").read_text() == text_of(runs.read_runs(path))
+
+
+def test_the_front_page_has_the_scores_of_the_committed_runs():
+    at_rate = runs.select(
+        runs.read_runs(runs.RESULTS / "light.jsonl"), learning_rate=LEARNING_RATE
+    )
+    scores = report.table_of_scores(at_rate)
+    titles = {
+        "fresh": "on-policy",
+        "rollouts at temperature 1.6": "T = 1.6",
+        "rollouts in fp8": "fp8",
+        "16 steps old": "lag 16",
+        "used for 16 updates": "16 updates",
+    }
+    objectives = "p3o", "grpo 0.2", "reinforce"
+    for title, name in titles.items():
+        cells = [row_of(scores, objective)[name] for objective in objectives]
+        row = " | ".join(cell.removesuffix(" *") for cell in cells)
+        assert f"| {title} | {row} |" in (ROOT / "README.md").read_text()

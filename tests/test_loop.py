@@ -17,16 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from eval import EvalConfig, evaluate, load_benchmarks
-from loss import LOSSES
-from reward import Split, load_task
-from rollout import Engine, Rollouts
+from experiments.objectives import dapo
+from reward import Split, load_task, score
+from rollout import Rollouts
 from support.command import Refused, parse_flags
 from support.log import Log
 from train import (
     Config,
     build_engines,
     evaluate_policy,
-    find_loss,
     load_data,
     problems_at,
     sample_batch,
@@ -47,20 +46,6 @@ def test_runs_of_different_seeds_have_the_problems_in_different_orders():
 
 
 # 1 rollout
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list[dict[str, Any]]:
-    """What engines are asked to sample from here on, as they sample it."""
-    calls = []
-    sample = Engine.sample
-
-    def recording(engine, prompts, n, seeds, **sampling):
-        calls.append({"prompts": prompts, "n": n, "seeds": seeds, **sampling})
-        return sample(engine, prompts, n, seeds, **sampling)
-
-    monkeypatch.setattr(Engine, "sample", recording)
-    return calls
 
 
 @pytest.fixture(scope="session")
@@ -212,8 +197,9 @@ def test_prompts_that_ranks_and_minibatches_cannot_share_equally_are_refused(
 def record(train_here, monkeypatch) -> Any:
     """Runs train.py here, and returns what its functions were given and returned.
 
-    A run of `steps` has `metrics`, the `updates` (step, rows, statistics, optimizer's
-    rate and decay) and the `batches` by the step that they were sampled for.
+    A run of `steps` has `metrics`, the `updates` (step, objective, rows, statistics,
+    optimizer's rate and decay) and the `batches` by the step that they were sampled
+    for.
     """
 
     def run(*flags: str) -> SimpleNamespace:
@@ -225,6 +211,7 @@ def record(train_here, monkeypatch) -> Any:
             seen.updates.append(
                 SimpleNamespace(
                     step=step,
+                    loss_fn=loss_fn,
                     rollouts=rollouts,
                     rows=rows,
                     stats=stats,
@@ -268,6 +255,14 @@ def test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls(record):
     assert max(ess[2:]) < 0.99
 
 
+def test_every_update_has_the_objective_of_the_run(record):
+    args = "--objective_args=eps_high=0.4"
+    run = record("--steps=1", "--objective=experiments.objectives:dapo", args)
+    for updated in run.updates:
+        assert updated.loss_fn.func is dapo
+        assert updated.loss_fn.keywords == {"eps_high": 0.4}
+
+
 def test_each_pass_goes_through_every_response_once(record):
     run = record("--steps=1", "--prompts_per_step=6", "--minibatches=3", "--passes=2")
     rows = [updated.rows for updated in run.updates]
@@ -291,11 +286,10 @@ def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
     assert max(row["mismatch_mean"] for row in run.metrics) < 1e-6
 
 
-def test_a_step_logs_the_means_of_its_updates_and_the_least_e_b(
-    record,
-):
+def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record):
     run = record(
-        "--steps=2", "--passes=2", "--minibatches=2", "--micro_batch_tokens=99"
+        *("--steps=2", "--passes=2", "--minibatches=2", "--micro_batch_tokens=99"),
+        "--max_response_tokens=38",  # enough for some of the responses
     )
     assert [updated.step for updated in run.updates] == [1] * 4 + [2] * 4
     for row in run.metrics:
@@ -310,11 +304,18 @@ def test_a_step_logs_the_means_of_its_updates_and_the_least_e_b(
         batch = run.batches[row["step"]]
         entropy = -batch.logp_behavior[batch.mask].mean().item()
         assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
+        length = batch.mask.sum(dim=1).float().mean().item()
+        assert row["response_tokens"] == pytest.approx(length)
+        truncated = batch.truncated.float().mean().item()
+        assert 0 < truncated < 1
+        assert row["truncated"] == pytest.approx(truncated)
+        assert row["reward"] == pytest.approx(batch.reward.mean().item())
+        groups = batch.reward.view(-1, 4)
+        with_signal = (groups != groups[:, :1]).any(dim=1).float().mean().item()
+        assert row["groups_with_signal"] == pytest.approx(with_signal)
 
 
-def test_the_rate_warms_up_over_updates_and_weights_decay_as_configured(
-    record,
-):
+def test_the_rate_warms_up_over_updates_and_weights_decay_as_configured(record):
     run = record(
         *("--steps=2", "--warmup_steps=3", "--learning_rate=0.1", "--weight_decay=0.3")
     )
@@ -328,6 +329,17 @@ def test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(record):
     # the two, the ratios of such a batch are 0.3 nats off in the mean.
     run = record("--steps=1", "--temperature=1.5", "--policy_temperature=1.5")
     assert run.metrics[0]["mismatch_mean"] < 1e-6
+
+
+def test_the_policy_has_the_settings_of_the_run(train_here, monkeypatch):
+    def build(model, mesh, *settings):
+        raise LookupError(model, *settings)
+
+    monkeypatch.setattr(train, "build_policy", build)
+    flags = "--dtype=bfloat16", "--policy_temperature=0.7", "--gradient_checkpointing"
+    with pytest.raises(LookupError) as given:
+        train_here(*flags)
+    assert given.value.args == ("tiny", "bfloat16", 0.7, True)
 
 
 # 5 evaluate
@@ -425,6 +437,11 @@ def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run
     assert steps == list(range(5))  # 0 is before training
     # The others: where it writes, a head, two accuracies, four phases, its files.
     assert len(lines) == 1 + 5 + 1 + 2 + 4 + 1, printed
+    before, last = run.metrics[0], run.metrics[-1]
+    assert f"  e_B {last['ess']:.4f}  KL {last['kl']:.1e}  " in lines[5]
+    for name, title in ("pass@1", "sampled"), ("greedy", "greedy "):
+        values = before[f"heldout_{name}"], last[f"heldout_{name}"]
+        assert "held-out pass@1, {}{:8.3f}{:8.3f}".format(title, *values) in lines
 
 
 def test_a_run_leaves_the_files_that_it_promises(run):
@@ -439,7 +456,12 @@ def test_a_run_leaves_the_files_that_it_promises(run):
         assert row["peak_memory_gb"] > 0
 
 
-def test_a_sample_has_the_whole_prompt_that_was_sent_special_tokens_included(run):
+def test_eval_takes_a_runs_folder_for_its_model(run):
+    model, _ = load_benchmarks(EvalConfig(model=str(run.out)))
+    assert model == str(run.out / "model")
+
+
+def test_a_sample_has_the_whole_prompt_that_was_sent_and_its_responses_reward(run):
     samples = [json.loads(line) for line in open(run.out / "samples.jsonl")]
     assert [sample["step"] for sample in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     problems = load_task("tiny", "train")
@@ -449,7 +471,9 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_special_tokens_included(run
         indices = problems_at(0, len(problems), [first, first + 2])
         for index, sample in zip(indices, samples[2 * step - 2 :], strict=False):
             assert sample["prompt"] == f"<bos>{problems[index]['prompt']}:"
-            assert sample["reward"] in (0, 1)
+            answer = problems[index]["answer"]
+            verdict = score([sample["response"]], [answer], "exact")
+            assert [sample["reward"]] == verdict
 
 
 def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(
@@ -476,7 +500,8 @@ def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(
     "flag, sentence",
     [
         ("--rollout_tp=2", "rollout_tp is 2: it has to divide the 1 ranks"),
-        ("--max_response_tokens=128", "have over 0 tokens"),
+        # The context is 128, and a sum of three digits each has 9 tokens.
+        ("--max_response_tokens=119", "2041 of 4096 train prompts of tiny have over 9"),
         ("--max_prompt_tokens=5", "4096 of 4096 train prompts of tiny have over 5"),
     ],
 )
@@ -491,7 +516,12 @@ def test_bad_input_is_one_sentence_before_the_engine_is_built(
     assert "\n" not in str(refused.value)
 
 
-def test_an_objective_is_found_by_its_name_with_its_hyper_parameters():
-    assert find_loss("grpo", {}).func is LOSSES["grpo"]
-    found = find_loss("experiments.objectives:dapo", {"eps_high": 0.4})
-    assert found.keywords == {"eps_high": 0.4}
+def test_longer_prompts_are_dropped_only_if_a_limit_is_given():
+    _, kept, _, _ = load_data(Config(max_prompt_tokens=9))
+    assert len(kept.prompts) == 4096 - 2041
+    assert max(map(len, kept.prompts)) == 9
+
+
+def test_as_many_problems_are_held_out_as_the_run_says():
+    _, _, heldout, _ = load_data(Config(eval_problems=31))
+    assert len(heldout.prompts) == 31

@@ -14,9 +14,8 @@ from conftest import ROOT
 from launch import read_metrics, run_script, start_on_ranks, torchrun
 from test_checkpoints import names
 
-from support.checkpoints import check_out_dir
-from support.command import Refused, parse_flags
-from train import Config
+import train
+from support.command import Refused
 
 SMALL = [
     "--prompts_per_step=8",
@@ -26,6 +25,7 @@ SMALL = [
     "--save_every=2",
     "--learning_rate=4e-4",
 ]
+FINISHED = [*SMALL, "--steps=5"]
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def assert_same_run(out: Path, alone: Path) -> None:
 @pytest.mark.parametrize(
     "lag, phase, step, left",
     [
-        (2, "update", 3, ["step-000002"]),
+        (2, "update", 4, ["step-000002"]),
         pytest.param(
             *(0, "save", 6, ["step-000002", "step-000004", "unfinished"]),
             marks=pytest.mark.slow,  # test_checkpoints has each moment of a save
@@ -104,22 +104,30 @@ def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_
     assert_same_run(out, tmp_path / "alone")
 
 
-# What is refused
+# A finished run, and what is refused
 
 
 @pytest.fixture(scope="module")
 def run(train_here, tmp_path_factory) -> Path:
-    """A run of two steps with a checkpoint."""
+    """A finished run with checkpoints."""
     out = tmp_path_factory.mktemp("run") / "run"
-    train_here(*SMALL, "--steps=2", out_dir=out)
+    train_here(*FINISHED, out_dir=out)
     return out
 
 
+def test_a_run_is_evaluated_and_saved_every_so_many_steps_and_after_the_last(run):
+    rows = read_metrics(run)
+    evaluated = [row["step"] for row in rows if "heldout_greedy" in row]
+    assert evaluated == [0, 3, 5]
+    assert names(run) == ["step-000004", "step-000005"]  # the newest two of 2, 4, 5
+
+
 def refusal(*flags: str) -> str:
-    """The sentence that refuses the out_dir of these flags."""
-    cfg = parse_flags(Config, list(flags))
-    with pytest.raises(Refused) as refused:
-        check_out_dir(cfg)
+    """The sentence with which train.py refuses these flags before it starts."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused) as refused:
+        patch.setattr(sys, "argv", ["train.py", *flags])
+        patch.setattr(train, "init_distributed", lambda: pytest.fail("too late"))
+        train.main()
     return str(refused.value)
 
 
@@ -134,19 +142,19 @@ def test_resume_needs_an_out_dir_with_a_complete_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag, ranks, sentence",
+    "flags, ranks, sentence",
     [
         ("--lag=1", 1, "lag was 0 in"),
         ("--objective_args=eps=0.4", 1, "objective_args was {} in"),
         ("--steps=9", 2, "ranks was 1 in"),  # more steps would be taken
+        ("--steps=9 --lag=1", 1, "steps was 5 in"),  # but not with a lag
     ],
 )
 def test_resume_refuses_a_changed_field_and_another_number_of_ranks(
-    flag, ranks, sentence, run, monkeypatch
+    flags, ranks, sentence, run, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    flags = [*SMALL, "--steps=2", f"--out_dir={run}", "--resume"]
-    refused = refusal(*flags, flag)
+    refused = refusal(*FINISHED, f"--out_dir={run}", "--resume", *flags.split())
     assert refused.startswith(f"--resume: {sentence}")
 
 
@@ -156,6 +164,6 @@ def test_a_finished_run_that_is_resumed_writes_its_model_again_and_no_line(
     weights = (run / "model/model.safetensors").read_bytes()
     before = read_metrics(run)
     shutil.rmtree(run / "model")
-    train_here(*SMALL, "--steps=2", "--resume", out_dir=run)
+    train_here(*FINISHED, "--resume", out_dir=run)
     assert read_metrics(run) == before
     assert (run / "model/model.safetensors").read_bytes() == weights

@@ -159,6 +159,12 @@ def test_nor_do_two_ranks(tokens, two_ranks, stale):
     assert_right(two_ranks[tokens], stale)
 
 
+def test_in_bfloat16_the_gradients_of_two_ranks_are_added_in_float32(two_ranks):
+    gradient, _ = two_ranks["bfloat16"]
+    # Each rank's is in bfloat16. The sum of two such numbers mostly has more bits.
+    assert not torch.equal(gradient.bfloat16().float(), gradient)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_nor_do_four_ranks_of_one_node_and_of_two(nodes, stale):
@@ -166,6 +172,7 @@ def test_nor_do_four_ranks_of_one_node_and_of_two(nodes, stale):
     script = "tests/gradient_on_ranks.py"
     torchrun_on_nodes(nodes, 4 // nodes, script, str(stale.folder))
     results = torch.load(stale.folder / "ranks-4.pt")
+    assert results["mesh"] == (nodes, 4 // nodes)
     for tokens in MICRO_BATCHES:
         assert_right(results[tokens], stale)
 
@@ -262,7 +269,7 @@ def test_no_gradient_is_left_for_the_next_update(stale, trainee):
     assert all(weight.grad is None for weight in trainee.parameters())
 
 
-def test_in_bfloat16_only_the_forward_pass_is_rounded(stale, trainee, group):
+def test_in_bfloat16_weights_and_log_probabilities_stay_float32(stale, trainee, group):
     half = build_policy(str(stale.folder / "model"), group, dtype="bfloat16")
     assert {weight.dtype for weight in half.parameters()} == {torch.float32}
     with torch.no_grad():

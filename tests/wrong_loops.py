@@ -68,7 +68,9 @@ PASSES = "test_loop.test_each_pass_goes_through_every_response_once"
 GROUPS = "test_loop.test_a_minibatch_has_whole_groups_in_their_order"
 LAG = "test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls"
 ON_POLICY = "test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights"
-METRICS = "test_loop.test_a_step_logs_the_means_of_its_updates_and_the_least_e_b"
+METRICS = (
+    "test_loop.test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b"
+)
 RATES = "test_loop.test_the_rate_warms_up_over_updates_and_weights_decay_as_configured"
 HELDOUT = "test_loop.test_what_is_evaluated_is_the_policy_and_its_greedy_decoding"
 ENGINES = (
@@ -328,6 +330,12 @@ MISTAKES: dict[str, Mistake] = {
     "a warm-up over steps": Mistake(
         train.main, "updates += 1", "updates = step", [RATES]
     ),
+    "the objective ignored": Mistake(
+        train.main,
+        "find_loss(cfg.objective, cfg.objective_args)",
+        'find_loss("p3o", {})',
+        ["test_loop.test_every_update_has_the_objective_of_the_run"],
+    ),
     "policy_temperature ignored": Mistake(
         train.main, "cfg.policy_temperature", "1.0", [HOT_POLICY]
     ),
@@ -404,6 +412,12 @@ MISTAKES: dict[str, Mistake] = {
     "the largest e_B for the smallest": Mistake(
         support.log.Log.step, 'min(stats["ess"]', 'max(stats["ess"]', [METRICS]
     ),
+    "groups that are solved, not those with a signal": Mistake(
+        support.log.Log.step, "> groups.amin(dim=1)", "> 0", [METRICS]
+    ),
+    "the longest response": Mistake(
+        support.log.Log.step, "length.mean()", "length.max()", [METRICS]
+    ),
     "the mismatch of the last update": Mistake(
         support.log.Log.step,
         'history[0]["mismatch_mean"]',
@@ -434,6 +448,12 @@ MISTAKES: dict[str, Mistake] = {
             "test_rollout."
             "test_gradient_checkpointing_keeps_less_and_has_the_same_gradient"
         ],
+    ),
+    "the sync checked at another temperature": Mistake(
+        policy.check_sync,
+        "temperature=policy.temperature",
+        "temperature=1.0",
+        ["test_sync.test_the_check_is_at_the_policys_own_temperature"],
     ),
     "the weights of the last forward pass sent": Mistake(
         policy.check_sync, "policy.reshard()", "pass", [HANDED_OUT]
@@ -508,7 +528,10 @@ MISTAKES: dict[str, Mistake] = {
         eval.pass_at_k,
         "1 - comb(n - c, k) / comb(n, k)",
         "1 - (1 - c / n) ** k",
-        ["test_eval.test_pass_at_k_draws_without_replacement"],
+        [
+            "test_eval."
+            "test_pass_at_k_is_the_share_of_the_draws_of_k_samples_with_a_right_one"
+        ],
     ),
     # support/checkpoints.py
     "a resume that forgets the moments": Mistake(
