@@ -11,7 +11,8 @@ Sentence = Annotated[str, Field(min_length=40)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
 # Fields of train.Config that say where and how fast it runs, not what comes out.
 OF_THE_MACHINE = {"out_dir", "seed", "eval_every", "save_every", "resume", "verbose"}
-# An arm that has another value than the default is off-policy.
+# An arm is off-policy if one of these differs from its default. Fewer minibatches than
+# the default do not count: they make it less off-policy.
 OF_MISMATCH = {
     "temperature",
     "top_p",
@@ -94,6 +95,8 @@ def wrong_flags(flags_of_arms: list[list[str]]) -> str:
     if settings[0] == settings[1]:
         return "the arms have the same settings: nothing is compared"
     default = Config().model_dump(include=OF_MISMATCH)
+    for each in settings:
+        each["minibatches"] = max(each["minibatches"], default["minibatches"])
     if all(default.items() <= each.items() for each in settings):
         return f"no arm has a mismatch: set one of {', '.join(sorted(OF_MISMATCH))}"
     return ""

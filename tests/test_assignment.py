@@ -419,6 +419,8 @@ def test_results_of_another_form_are_told(tmp_path: Path, results: object) -> No
     [
         (["--lag=4", "--out_dir=runs/a"], ["--lag", "4"], "have the same settings"),
         (["--objective=p3o"], ["--objective=grpo"], "no arm has a mismatch"),
+        (["--minibatches=1"], ["--objective=grpo"], "no arm has a mismatch"),
+        (["--minibatches=4"], ["--objective=grpo"], ""),
         (["--objective=p3o"], ["--lag=4"], ""),
         (["--top_p=0.9"], ["--objective=grpo"], ""),
     ],
