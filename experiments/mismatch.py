@@ -11,8 +11,8 @@ two parts have is made once. The parts:
     grid         MAIN under all MISMATCHES, five seeds; OTHERS where it breaks and at
                  T = 1.6, three seeds: 476 runs
     constants    one constant for all mismatches in place of e_B, three seeds: 126 runs
-    own          the mean of the run's own e_B, and another run's e_B, update by update:
-                 84 runs, which need those of P3O in `grid`
+    own          the mean of the run's own e_B, and another run's e_B, step by step: 84
+                 runs, which need those of P3O in `grid`
     rates        two more learning rates where it matters, three seeds: 96 runs
     heat         remedies for hot rollouts, three seeds: 81 runs
 

@@ -138,7 +138,9 @@ def table_of_runs(runs: Runs) -> str:
             for objective in names_in(beside, "objective", OBJECTIVES):
                 same = list(select(beside, objective=objective).values())
                 less = differences(beside, objective).get(mismatch, {})
+                # The mean of a step's updates, and the least of them.
                 ess = [[value for _, value in series(run, "ess")] for run in same]
+                least = [[e_b for _, e_b in series(run, "ess_min")] for run in same]
                 measures = [
                     [score(run) for run in same],
                     list(less.values()),
@@ -148,7 +150,7 @@ def table_of_runs(runs: Runs) -> str:
                 ]
                 row = [mismatch, f"{rate:g}", objective, str(len(same))]
                 row += map(text_of, measures)
-                row += [f"{mean(map(mean, ess)):.3f}", f"{min(map(min, ess)):.3f}"]
+                row += [f"{mean(map(mean, ess)):.3f}", f"{min(map(min, least)):.3f}"]
                 rows.append([*row, str(sum(map(collapsed, same)))])
     return table(rows)
 
@@ -178,7 +180,9 @@ def text_of_laboratory(runs: Runs) -> str:
 def draw_scores(runs: Runs, path: Path) -> None:
     """A dot for each run, and a line through the means from weak to strong."""
     widths = [len(labels) for labels in STRENGTHS.values()]
-    figure, axes = panels(len(STRENGTHS), gridspec_kw={"width_ratios": widths})
+    figure, axes = panels(
+        len(STRENGTHS), sharey=False, gridspec_kw={"width_ratios": widths}
+    )
     for axis, (title, labels) in zip(axes, STRENGTHS.items(), strict=True):
         for objective in reversed(MAIN):  # P3O is on top.
             color = color_of(objective)
@@ -193,8 +197,11 @@ def draw_scores(runs: Runs, path: Path) -> None:
                     means[place] = mean(scores)
             axis.plot(means.keys(), means.values(), "o-", color=color)
         axis.set_xticks(range(len(labels)), list(labels.values()))
-        axis.set(xlabel=title, xlim=(-0.5, len(labels) - 0.5), ylim=(-0.02, 1.02))
+        axis.set(xlabel=title, xlim=(-0.5, len(labels) - 0.5))
     axes[0].set_ylabel("score: sampled accuracy")
+    # Heat makes differences of 0.04, which the scale of the others would hide.
+    for axis in axes[1:]:
+        axis.set_ylim(-0.02, 1.02)
     add_legend(figure, MAIN)
     save(figure, path)
 

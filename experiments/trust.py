@@ -183,8 +183,10 @@ def report(rows: list[dict[str, Any]], folder: Path) -> None:
         (line,) = axis.plot(distrust, cosines[place, : len(LEVELS)], label=label)
         own = cosines[place, len(LEVELS) + place]
         axis.plot(max(1 - ess[place], 1e-3), own, "o", color=line.get_color())
-    axis.set(xscale="log", xlabel="1 - c (0.001: c = 1); a dot is at the batch's $e_B$")
+    axis.set(xscale="log", xlabel="1 - c (0.001: c = 1)")
     axis.set_ylabel("cosine of g(c) and the on-policy gradient")
+    # The policies' batches have different e_Bs, so a dot may lie off its line.
+    axis.set_title("A dot is the mean at each batch's own $e_B$")
     figure.legend(loc="outside right center")
     save(figure, folder / "trust.png")
 

@@ -29,6 +29,7 @@ def run_of(cell, *accuracies, stopped=None):
             "heldout_pass@1": list(accuracies),
             "heldout_greedy": [accuracy / 2 for accuracy in accuracies],
             "ess": [None, 0.5] + [0.25] * (len(steps) - 2),
+            "ess_min": [None, 0.4] + [0.1] * (len(steps) - 2),
             "entropy": [None] + [0.25] * (len(steps) - 1),
         },
     }
@@ -276,8 +277,8 @@ def test_the_table_of_runs_has_every_measure():
     # P3O's 0.9 and 0.7 less 0.7: 0.2 and 0
     assert row["P3O minus it"] == "0.100 ± 1.271"
     assert row["entropy"] == "0.250 ± 0.000"
-    # e_B is 0.5, 0.25 and 0.25
-    assert (row["mean e_B"], row["least e_B"]) == ("0.333", "0.250")
+    # The means of the steps are 0.5, 0.25 and 0.25, and the least of an update is 0.1.
+    assert (row["mean e_B"], row["least e_B"]) == ("0.333", "0.100")
 
 
 def test_figures_are_made_of_whatever_runs_there_are(tmp_path):
