@@ -250,7 +250,6 @@ def main() -> None:
                 low, high = of_k["interval"]
                 print(f"{task}: pass@{k} {of_k['value']:.3f} [{low:.3f}, {high:.3f}]")
         print(f"{out}/results.json has this by problem")
-    engine.close()
 
 
 if __name__ == "__main__":

@@ -118,7 +118,8 @@ class Engine:
     quantization "fp8_per_channel" is vLLM's own, of weights and activations of the
     linear layers; every `load_weights` quantizes anew. load_format "dummy" begins with
     random weights, so that a weight which `load_weights` never brings shows at once.
-    max_model_len is in tokens, and top_logprobs is K.
+    max_model_len is in tokens, and top_logprobs is K. Raises Refused where the KV cache
+    is too small for one response.
     """
 
     def __init__(
@@ -150,33 +151,41 @@ class Engine:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
-        self.llm = LLM(
-            model,
-            load_format=load_format,
-            trust_remote_code=False,
-            dtype=dtype,
-            quantization=None if quantization == "none" else quantization,
-            distributed_executor_backend="external_launcher",  # in this process
-            tensor_parallel_size=tp,
-            # log pi_b: after temperature, top-p and top-k.
-            logprobs_mode="processed_logprobs",
-            max_logprobs=self.top_logprobs,
-            # The head in float32, as in Policy.
-            hf_overrides={"head_dtype": "float32"},
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-            # vLLM only checks that this share is free: the line above sets the size.
-            gpu_memory_utilization=0.01,
-            enforce_eager=not cuda,
-            enable_sleep_mode=self.can_sleep,
-            use_tqdm_on_load=verbose,
-            # On a CPU vLLM cannot prefill in pieces where each request has a seed.
-            enable_chunked_prefill=cuda,
-            max_num_batched_tokens=None if cuda else max(8192, max_model_len),
-        )
-        if tp > 1:
-            # On a CPU these ranks share memory by names that are the same in every run.
+        try:
+            self.llm = LLM(
+                model,
+                load_format=load_format,
+                trust_remote_code=False,
+                dtype=dtype,
+                quantization=None if quantization == "none" else quantization,
+                distributed_executor_backend="external_launcher",  # in this process
+                tensor_parallel_size=tp,
+                # log pi_b: after temperature, top-p and top-k.
+                logprobs_mode="processed_logprobs",
+                max_logprobs=self.top_logprobs,
+                # The head in float32, as in Policy.
+                hf_overrides={"head_dtype": "float32"},
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
+                # vLLM only checks that this share is free, as the line above sets the
+                # size.
+                gpu_memory_utilization=0.01,
+                enforce_eager=not cuda,
+                enable_sleep_mode=self.can_sleep,
+                use_tqdm_on_load=verbose,
+                # On a CPU vLLM cannot prefill in pieces where each request has a seed.
+                enable_chunked_prefill=cuda,
+                max_num_batched_tokens=None if cuda else max(8192, max_model_len),
+            )
+        except ValueError as error:
+            if "cache" not in str(error):
+                raise
+            # What vLLM says next is to turn what we have set above.
+            reason, *_ = str(error).split(". ")
+            raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}") from None
+        if tp > 1 and not cuda:
+            # These ranks share memory by names that are the same in every run.
             # Once the names are gone, the memory ends with the last process.
             for segment in Path("/dev/shm").glob("*-cpushm*"):
                 segment.unlink(missing_ok=True)
@@ -285,7 +294,3 @@ class Engine:
         """On CUDA, lend out the engine's memory until the next load_weights."""
         if self.can_sleep:
             self.llm.sleep(level=2)
-
-    def close(self) -> None:
-        """End the engine, which ends the process group: the last thing a rank does."""
-        self.llm.llm_engine.engine_core.shutdown()

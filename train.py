@@ -489,7 +489,6 @@ def main() -> None:
             save_checkpoint(out, step, policy, optimizer, queue)
     save_model(policy.model, full_weights(policy), tokenizer, out / "model")
     log.finish()
-    engine.close()
 
 
 if __name__ == "__main__":

@@ -124,7 +124,6 @@ def two_steps(cfg: CheckConfig) -> tuple[Rows, Rows]:
             mismatch["without a sync"] = again
         with phase(phases, f"sync {step}"):
             engine.load_weights(full_weights(policy), version=str(step))
-    engine.close()
     return phases, mismatch
 
 

@@ -121,7 +121,6 @@ def main() -> None:
     kl_by_k = kl_by_listed_tokens(top_logp[mask], top_logp_behavior, restrict)
     for listed, value in kl_by_k.items():
         print(f"{f'KL, K = {listed}':20}{value:10.5g}")
-    engine.close()
 
 
 if __name__ == "__main__":

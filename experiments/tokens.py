@@ -201,7 +201,6 @@ def main() -> None:
     path.write_text(render(data, title))
     print(summary(batch))
     print(f"{path}: e_B {data['ess']:.4f}, {data['token_count']} tokens")
-    engine.close()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,13 @@ from support.cpu import bfloat16_is_slow
 KEPT = 2  # checkpoints of a run, the newest
 # Fields that a resumed run may change, as they do not change what it learns. With a lag
 # `steps` does: a run samples nothing that its last step will not use.
-MAY_DIFFER = {"out_dir", "eval_every", "save_every", "resume", "verbose"}
+MAY_DIFFER = {
+    *("out_dir", "eval_every", "save_every", "resume", "verbose"),
+    # These set the memory, of which a run may have had too little. They change nothing
+    # but rounding.
+    *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),
+    *("kv_cache_gb", "max_num_seqs"),
+}
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -172,6 +178,8 @@ def save_model(
         return
     unfinished = folder.with_name("model.unfinished")
     try:
+        # Where a model came with a temperature, transformers saves no greedy decoding.
+        model.generation_config.do_sample = True
         model.save_pretrained(unfinished, state_dict=kept)
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps

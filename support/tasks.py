@@ -236,7 +236,7 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     """The tokenizer and the context length of a model folder or hub name.
 
     Raises Refused where there is no such model, where the ranks of a node or its
-    attention heads cannot be divided among engines of `tp` ranks, or where policy.py
+    heads cannot be divided among engines of `tp` ranks, or where policy.py
     cannot train it.
     """
     from transformers import AutoConfig, AutoTokenizer  # they take seconds to import
@@ -246,7 +246,10 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     try:
         # A model folder is data: code that it brings along is never run.
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        # Mistral's own tokenizers have no chat template, and look like a base model's.
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, trust_remote_code=False, mistral_format=False
+        )
     except (OSError, ValueError) as error:
         raise Refused(f"no model at {model!r}: {one_line(error)}") from None
     ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -259,10 +262,15 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
             f"{model} is of type {config.model_type}, which train.py has not learnt to "
             f"train: give one of type {', '.join(TRAINABLE)}"
         )
+    if to_train and getattr(config, "quantization_config", None):
+        raise Refused(f"{model} is quantized: train.py needs a model that is not")
     config = config.get_text_config()  # a part of it, for images and text
-    if config.num_attention_heads % tp:
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", heads)
+    # A rank has several of the key heads, or several ranks have one.
+    if heads % tp or max(key_heads, tp) % min(key_heads, tp):
         raise Refused(
-            f"rollout_tp is {tp}, which does not divide {model}'s "
-            f"{config.num_attention_heads} attention heads"
+            f"rollout_tp is {tp}, which does not divide {model}'s {heads} attention "
+            f"and {key_heads} key heads"
         )
     return tokenizer, config.max_position_embeddings

@@ -211,7 +211,6 @@ def run_here(group):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "init_distributed", lambda: group)
             patch.setattr(module, "Engine", build)
-            patch.setattr(rollout.Engine, "close", lambda engine: None)
             patch.setattr(support.log, "draw_curves", lambda rows, path: None)
             patch.setattr(sys, "argv", [module.__file__, *flags])
             module.main()

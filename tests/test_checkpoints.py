@@ -208,6 +208,14 @@ def test_a_model_that_cannot_be_written_is_a_sentence_and_leaves_no_model(
     assert not (tmp_path / "model").exists()
 
 
+def test_a_model_that_came_with_a_temperature_can_be_written(group, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained("tiny")
+    model.generation_config.temperature = 0.9  # without do_sample, as Vicuna's
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    save_model(model, model.state_dict().items(), tokenizer, tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
 def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')

@@ -162,6 +162,19 @@ def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_i
     assert done.stdout == ""  # with an out_dir it would say what it computes in
 
 
+def test_a_cache_that_holds_no_response_is_one_line_though_vllm_finds_it_out():
+    done = subprocess.run(
+        [sys.executable, "eval.py", "--kv_cache_gb=0.0001"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("eval.py: kv_cache_gb is 0.0001: No available memory")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "is_slow, flags, sampled_in, note",
     [

@@ -158,12 +158,12 @@ def test_resume_refuses_a_changed_field_and_another_number_of_ranks(
     assert refused.startswith(f"--resume: {sentence}")
 
 
-def test_a_finished_run_that_is_resumed_writes_its_model_again_and_no_line(
+def test_a_finished_run_resumed_with_other_memory_writes_its_model_again_and_no_line(
     run, train_here
 ):
     weights = (run / "model/model.safetensors").read_bytes()
     before = read_metrics(run)
     shutil.rmtree(run / "model")
-    train_here(*FINISHED, "--resume", out_dir=run)
+    train_here(*FINISHED, "--resume", "--micro_batch_tokens=999", out_dir=run)
     assert read_metrics(run) == before
     assert (run / "model/model.safetensors").read_bytes() == weights

@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -675,7 +677,20 @@ def test_a_model_that_is_none_or_cannot_be_shared_or_trained_is_refused(
     with pytest.raises(Refused, match="rollout_tp is 3, which does not divide tiny's"):
         check_model("tiny", tp=3)
     check_model("tiny", to_train=True)
-    config = json.loads((ROOT / "tiny/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+
+    folder = Path(shutil.copytree(ROOT / "tiny", tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+
+    def check_with(**fields: object) -> None:
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        check_model(str(folder), tp=3, to_train=True)
+
+    # Three ranks can neither share two key heads equally nor have one together.
+    twelve = {"hidden_size": 144, "num_attention_heads": 12}
+    with pytest.raises(Refused, match="12 attention and 2 key heads"):
+        check_with(**twelve, num_key_value_heads=2)
+    check_with(**twelve, num_key_value_heads=1)
+    with pytest.raises(Refused, match="is quantized"):
+        check_with(**twelve, quantization_config={"quant_method": "fp8"})
     with pytest.raises(Refused, match="is of type gpt2.* give one of type llama"):
-        check_model(str(tmp_path), to_train=True)
+        check_with(model_type="gpt2")
