@@ -162,6 +162,7 @@ def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_i
     assert done.stdout == ""  # with an out_dir it would say what it computes in
 
 
+@pytest.mark.slow
 def test_a_cache_that_holds_no_response_is_one_line_though_vllm_finds_it_out():
     done = subprocess.run(
         [sys.executable, "eval.py", "--kv_cache_gb=0.0001"],

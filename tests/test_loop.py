@@ -288,7 +288,7 @@ def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
 
 def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record):
     run = record(
-        *("--steps=2", "--passes=2", "--minibatches=2", "--micro_batch_tokens=99"),
+        *("--steps=2", "--passes=2", "--minibatches=2", "--micro_batch_tokens=200"),
         "--max_response_tokens=38",  # enough for some of the responses
     )
     assert [updated.step for updated in run.updates] == [1] * 4 + [2] * 4
