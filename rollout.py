@@ -119,7 +119,7 @@ class Engine:
     linear layers; every `load_weights` quantizes anew. load_format "dummy" begins with
     random weights, so that a weight which `load_weights` never brings shows at once.
     max_model_len is in tokens, and top_logprobs is K. Raises Refused where the KV cache
-    is too small for one response.
+    is too small for one response, or larger than the free memory.
     """
 
     def __init__(
@@ -156,6 +156,9 @@ class Engine:
                 model,
                 load_format=load_format,
                 trust_remote_code=False,
+                # transformers' files: Mistral's repositories have others, too.
+                config_format="hf",
+                tokenizer_mode="hf",
                 dtype=dtype,
                 quantization=None if quantization == "none" else quantization,
                 distributed_executor_backend="external_launcher",  # in this process
@@ -179,9 +182,10 @@ class Engine:
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
         except ValueError as error:
-            if "cache" not in str(error):
+            # The path of a model may have "cache" in it, too.
+            if "cache blocks" not in str(error) and "KV cache" not in str(error):
                 raise
-            # What vLLM says next is to turn what we have set above.
+            # What follows is vLLM's advice on settings that are fixed above.
             reason, *_ = str(error).split(". ")
             raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}") from None
         if tp > 1 and not cuda:

@@ -123,7 +123,7 @@ def ess_where_signal(
 
 
 class YokedEss:
-    """(12) with another run's e_B, update by update, in place of the batch's own.
+    """(12) with another run's e_B, step by step, in place of the batch's own.
 
     `path` is a JSON list with one e_B an update, as many as this run has updates. Their
     level and their trend are those of a real run. Only whether this batch deserves its

@@ -178,8 +178,12 @@ def save_model(
         return
     unfinished = folder.with_name("model.unfinished")
     try:
-        # Where a model came with a temperature, transformers saves no greedy decoding.
+        model.generation_config.validate(strict=True)
+    except ValueError:
+        # It came with a temperature or top-p, but without do_sample, as Vicuna does.
+        # transformers would not save that.
         model.generation_config.do_sample = True
+    try:
         model.save_pretrained(unfinished, state_dict=kept)
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps

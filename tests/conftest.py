@@ -195,8 +195,8 @@ def prompts(heldout):
 def run_here(group):
     """Runs a script's main() with flags in this process, which has vLLM loaded.
 
-    Left out are what a process can do once, to join the process group and to end it,
-    and the figure, which takes as long as a step.
+    Left out are joining the process group, which a process can do once, and the figure,
+    which takes as long as a step.
     """
     import rollout
     import support.log

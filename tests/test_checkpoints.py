@@ -213,7 +213,8 @@ def test_a_model_that_came_with_a_temperature_can_be_written(group, tmp_path):
     model.generation_config.temperature = 0.9  # without do_sample, as Vicuna's
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     save_model(model, model.state_dict().items(), tokenizer, tmp_path / "model")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert saved.generation_config.do_sample
 
 
 def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path):

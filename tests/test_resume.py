@@ -164,6 +164,8 @@ def test_a_finished_run_resumed_with_other_memory_writes_its_model_again_and_no_
     weights = (run / "model/model.safetensors").read_bytes()
     before = read_metrics(run)
     shutil.rmtree(run / "model")
-    train_here(*FINISHED, "--resume", "--micro_batch_tokens=999", out_dir=run)
+    memory = "--micro_batch_tokens=999 --gradient_checkpointing --kv_cache_gb=0.05"
+    more = [*memory.split(), "--max_num_seqs=64"]
+    train_here(*FINISHED, "--resume", *more, out_dir=run)
     assert read_metrics(run) == before
     assert (run / "model/model.safetensors").read_bytes() == weights
