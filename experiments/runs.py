@@ -80,7 +80,8 @@ def words_of(flags: Flags) -> list[str]:
 def commit_here() -> str:
     """The commit of this clone, with "-dirty" where code or data differ from it.
 
-    What runs write into experiments/results does not count. "no clone" outside of one.
+    What runs write into experiments/results does not count; 27 runs of light.jsonl are
+    older than this rule, and called dirty for that alone. "no clone" outside of one.
     """
 
     def git(*words: str) -> str:
