@@ -9,8 +9,6 @@ from assignment.solution.experiment import paired_interval
 
 Sentence = Annotated[str, Field(min_length=40)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
-# Fields of train.Config that say where and how fast it runs, not what comes out.
-OF_THE_MACHINE = {"out_dir", "seed", "eval_every", "save_every", "resume", "verbose"}
 # An arm is off-policy if one of these differs from its default. Fewer minibatches than
 # the default do not count: they make it less off-policy.
 OF_MISMATCH = {
@@ -76,6 +74,7 @@ def wrong_results(path: Path) -> str:
 def wrong_flags(flags_of_arms: list[list[str]]) -> str:
     """What is wrong with the settings of the two arms; empty if nothing is."""
     # Not at the top of the file: the trainer takes seconds to import.
+    from support.checkpoints import MAY_DIFFER
     from support.command import Refused, parse_flags
     from train import Config, find_loss
 
@@ -91,7 +90,8 @@ def wrong_flags(flags_of_arms: list[list[str]]) -> str:
                 find_loss(cfg.objective, cfg.objective_args)
         except (Refused, SystemExit) as error:
             return f"train.py refuses the flags: {error}"
-        settings.append(cfg.model_dump(exclude=OF_THE_MACHINE))
+        # What a resumed run may change does not change what comes out.
+        settings.append(cfg.model_dump(exclude=MAY_DIFFER | {"seed"}))
     if settings[0] == settings[1]:
         return "the arms have the same settings: nothing is compared"
     default = Config().model_dump(include=OF_MISMATCH)

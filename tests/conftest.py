@@ -218,6 +218,19 @@ def run_here(group):
     return run
 
 
+def refusal_of(script, *flags):
+    """The sentence with which a script refuses these flags before anything is built."""
+    from support.command import Refused
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused) as refused:
+        patch.setattr(sys, "argv", [script.__file__, *flags])
+        patch.setattr(script, "init_distributed", lambda: pytest.fail("too late"))
+        script.main()
+    sentence = str(refused.value)
+    assert "\n" not in sentence
+    return sentence
+
+
 @pytest.fixture(scope="session")
 def train_here(run_here, tmp_path_factory):
     """Runs train.py with flags in this process; returns its lines of metrics."""

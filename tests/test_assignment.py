@@ -32,8 +32,10 @@ SEED = 20260512
 ITEM = {item.name: item for item in ITEMS}
 
 # The grader runs foreign code. Without Landlock (Linux 5.13, x86-64) it refuses to.
-NEEDS_SANDBOX = "this kernel has no Landlock, without which foreign code is not run"
-pytestmark = pytest.mark.skipif(not sandbox.is_available(), reason=NEEDS_SANDBOX)
+pytestmark = pytest.mark.skipif(
+    not sandbox.is_available(),
+    reason="this kernel has no Landlock, without which foreign code is not run",
+)
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +420,7 @@ def test_results_of_another_form_are_told(tmp_path: Path, results: object) -> No
     "first, second, said",
     [
         (["--lag=4", "--out_dir=runs/a"], ["--lag", "4"], "have the same settings"),
+        (["--lag=4", "--kv_cache_gb=1"], ["--lag=4"], "have the same settings"),
         (["--objective=p3o"], ["--objective=grpo"], "no arm has a mismatch"),
         (["--minibatches=1"], ["--objective=grpo"], "no arm has a mismatch"),
         (["--minibatches=4"], ["--objective=grpo"], ""),

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, refusal_of
 from launch import read_metrics, run_script, start_on_ranks, torchrun
 from test_checkpoints import names
 
 import train
-from support.command import Refused
 
 SMALL = [
     "--prompts_per_step=8",
@@ -122,23 +121,16 @@ def test_a_run_is_evaluated_and_saved_every_so_many_steps_and_after_the_last(run
     assert names(run) == ["step-000004", "step-000005"]  # the newest two of 2, 4, 5
 
 
-def refusal(*flags: str) -> str:
-    """The sentence with which train.py refuses these flags before it starts."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused) as refused:
-        patch.setattr(sys, "argv", ["train.py", *flags])
-        patch.setattr(train, "init_distributed", lambda: pytest.fail("too late"))
-        train.main()
-    return str(refused.value)
-
-
 def test_an_out_dir_that_exists_is_refused_without_resume(run):
-    assert "exists: choose another, or --resume" in refusal(f"--out_dir={run}")
+    assert "exists: choose another, or --resume" in refusal_of(
+        train, f"--out_dir={run}"
+    )
 
 
 def test_resume_needs_an_out_dir_with_a_complete_checkpoint(tmp_path):
     (tmp_path / "checkpoints/unfinished").mkdir(parents=True)
     for flags in [], [f"--out_dir={tmp_path}"]:
-        assert "has no complete checkpoint" in refusal("--resume", *flags)
+        assert "has no complete checkpoint" in refusal_of(train, "--resume", *flags)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +146,8 @@ def test_resume_refuses_a_changed_field_and_another_number_of_ranks(
     flags, ranks, sentence, run, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    refused = refusal(*FINISHED, f"--out_dir={run}", "--resume", *flags.split())
+    resumed = [*FINISHED, f"--out_dir={run}", "--resume"]
+    refused = refusal_of(train, *resumed, *flags.split())
     assert refused.startswith(f"--resume: {sentence}")
 
 
