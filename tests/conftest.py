@@ -233,12 +233,16 @@ def refusal_of(script, *flags):
 
 @pytest.fixture(scope="session")
 def train_here(run_here, tmp_path_factory):
-    """Runs train.py with flags in this process; returns its lines of metrics."""
+    """Runs train.py with flags in this process; returns its lines of metrics.
+
+    Where a test says nothing else, the two evaluations are short: they would take as
+    long as two steps.
+    """
     import train
 
     def run(*flags, out_dir=None):
         out = out_dir or tmp_path_factory.mktemp("run") / "here"
-        defaults = ["--eval_every=0", "--eval_problems=64", f"--out_dir={out}"]
+        defaults = ["--eval_every=0", "--eval_problems=4", f"--out_dir={out}"]
         run_here(train, *defaults, *flags)
         return [json.loads(line) for line in open(out / "metrics.jsonl")]
 

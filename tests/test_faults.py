@@ -14,7 +14,7 @@ import train
 from reward import load_task
 from support.command import Refused
 
-SHORT = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
+SHORT = ["--prompts_per_step=4", "--group_size=2"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def assert_same_run(out: Path, alone: Path) -> None:
 def test_killed_and_resumed_a_run_equals_the_one_left_alone_bit_for_bit(
     lag, phase, step, left, train_here, tmp_path
 ):
-    flags = [*SMALL, "--steps=7", f"--lag={lag}"]
+    flags = [*SMALL, f"--steps={step + 1}", f"--lag={lag}"]
     train_here(*flags, out_dir=tmp_path / "alone")
     out = tmp_path / "killed"
     killed = run_script(

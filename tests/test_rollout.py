@@ -230,7 +230,15 @@ def random_model(model_type: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "qwen2",
+        pytest.param("qwen3", marks=pytest.mark.slow),
+        pytest.param("mistral", marks=pytest.mark.slow),
+    ],
+)
 def test_of_each_type_transformers_policy_and_engine_agree_before_and_after_an_update(
     model_type, build_engine, group, prompts, tmp_path
 ):

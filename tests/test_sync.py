@@ -135,7 +135,7 @@ def test_a_run_whose_engine_keeps_its_weights_without_a_word_stops(
         patch.setattr(Engine, "load_weights", forgetful)
         train_here(
             *("--steps=9", "--prompts_per_step=4", "--minibatches=4"),
-            *("--learning_rate=1e-3", "--eval_problems=4", *setting),
+            *("--learning_rate=1e-3", *setting),
         )
 
 
@@ -151,7 +151,7 @@ def test_a_run_whose_evaluator_keeps_its_weights_stops(train_here, monkeypatch):
     sentence = "after the sync of weights evaluation, "
     with monkeypatch.context() as patch, pytest.raises(Refused, match=sentence):
         patch.setattr(Engine, "load_weights", forgetful)
-        train_here("--steps=1", "--prompts_per_step=4", "--eval_problems=4", *FP8)
+        train_here("--steps=1", "--prompts_per_step=4", *FP8)
 
 
 def test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then(

@@ -73,8 +73,8 @@ def test_the_code_of_a_model_folder_is_left_alone_by_trainer_and_engine(
     model_with_code, train_here
 ):
     # It is a Llama, which both know themselves.
-    flags = ["--prompts_per_step=4", "--group_size=2", "--eval_problems=8"]
-    rows = train_here(*flags, "--steps=1", f"--model={model_with_code}")
+    flags = ["--prompts_per_step=4", "--group_size=2", "--steps=1"]
+    rows = train_here(*flags, f"--model={model_with_code}")
     assert [row["step"] for row in rows] == [0, 1]
 
 

@@ -1,5 +1,5 @@
 """The tests of the loop, tested: they reject the loops of wrong_loops.py, which have
-one line wrong each.
+one line wrong each. Slow: they are some fifty short runs.
 """
 
 import importlib
@@ -60,6 +60,7 @@ def call(test: Callable, fixtures: dict[str, Any]) -> None:
         test(**fixtures | case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake, name", PAIRS)
 def test_a_wrong_loop_fails_the_tests_named_for_it(mistake, name, request, monkeypatch):
     test = named_test(name)
@@ -70,6 +71,7 @@ def test_a_wrong_loop_fails_the_tests_named_for_it(mistake, name, request, monke
         call(test, fixtures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for _, name in PAIRS}))
 def test_called_in_the_same_way_they_pass_where_there_is_no_mistake(name, request):
     test = named_test(name)
@@ -79,6 +81,8 @@ def test_called_in_the_same_way_they_pass_where_there_is_no_mistake(name, reques
 
 
 def test_a_mistake_whose_line_is_not_there_any_more_is_an_error():
+    for mistake in MISTAKES.values():
+        mistake.code()
     mistake = MISTAKES["no gradient clipping"]._replace(right="clip_gradient")
     with pytest.raises(LookupError, match="apply_gradient has 'clip_gradient' 0 times"):
         mistake.code()
