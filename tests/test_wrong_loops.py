@@ -1,5 +1,5 @@
 """The tests of the loop, tested: they reject the loops of wrong_loops.py, which have
-one line wrong each. Slow: they are some fifty short runs.
+one line wrong each. Slow: many are runs of their own.
 """
 
 import importlib
@@ -80,9 +80,12 @@ def test_called_in_the_same_way_they_pass_where_there_is_no_mistake(name, reques
     call(test, fixtures_of(test, request))
 
 
-def test_a_mistake_whose_line_is_not_there_any_more_is_an_error():
+def test_each_mistake_is_made_in_one_line_of_the_code():
     for mistake in MISTAKES.values():
-        mistake.code()
+        mistake.code()  # or a LookupError
+
+
+def test_a_mistake_whose_line_is_not_there_any_more_is_an_error():
     mistake = MISTAKES["no gradient clipping"]._replace(right="clip_gradient")
     with pytest.raises(LookupError, match="apply_gradient has 'clip_gradient' 0 times"):
         mistake.code()
