@@ -241,15 +241,15 @@ def refusal_of(script, *flags):
 def train_here(run_here, tmp_path_factory):
     """Runs train.py with flags in this process; returns its lines of metrics.
 
-    Where a test says nothing else, the two evaluations are short: they would take as
-    long as two steps.
+    Where a test says nothing else, the two evaluations are short, as they would take as
+    long as two steps, and responses end when some of them are complete.
     """
     import train
 
     def run(*flags, out_dir=None):
         out = out_dir or tmp_path_factory.mktemp("run") / "here"
-        defaults = ["--eval_every=0", "--eval_problems=4", f"--out_dir={out}"]
-        run_here(train, *defaults, *flags)
+        defaults = ["--eval_every=0", "--eval_problems=4", "--max_response_tokens=38"]
+        run_here(train, f"--out_dir={out}", *defaults, *flags)
         return [json.loads(line) for line in open(out / "metrics.jsonl")]
 
     return run

@@ -142,7 +142,9 @@ def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
 @pytest.mark.parametrize(
     "rank, flag, printed",
     [
-        ("0", "--lag=-1", "train.py: lag is '-1': "),
+        pytest.param(
+            *("0", "--lag=-1", "train.py: lag is '-1': "), marks=pytest.mark.slow
+        ),
         ("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
     ],
 )

@@ -19,6 +19,7 @@ import train
 SMALL = [
     "--prompts_per_step=8",
     "--group_size=2",
+    "--max_response_tokens=38",
     "--eval_every=3",
     "--eval_problems=8",
     "--save_every=2",
@@ -43,15 +44,34 @@ def assert_same_run(out: Path, alone: Path) -> None:
         assert (out / name).read_bytes() == (alone / name).read_bytes(), name
 
 
-# Checkpoints are of the steps 2, 4 and 6.
+def test_stopped_in_a_step_and_resumed_a_run_equals_the_one_left_alone_bit_for_bit(
+    train_here, tmp_path, monkeypatch
+):
+    flags = [*SMALL, "--steps=5", "--lag=2"]
+    train_here(*flags, out_dir=tmp_path / "alone")
+    apply_gradient = train.apply_gradient
+
+    def stop(policy, optimizer, cfg, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        return apply_gradient(policy, optimizer, cfg, step)
+
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "apply_gradient", stop)
+        train_here(*flags, out_dir=out)
+    assert names(out) == ["step-000002"]
+    train_here(*flags, "--resume", out_dir=out)
+    assert_same_run(out, tmp_path / "alone")
+
+
+# Checkpoints are of the steps 2, 4 and 6. test_checkpoints has each moment of a save.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lag, phase, step, left",
     [
         (2, "update", 4, ["step-000002"]),
-        pytest.param(
-            *(0, "save", 6, ["step-000002", "step-000004", "unfinished"]),
-            marks=pytest.mark.slow,  # test_checkpoints has each moment of a save
-        ),
+        (0, "save", 6, ["step-000002", "step-000004", "unfinished"]),
     ],
 )
 def test_killed_and_resumed_a_run_equals_the_one_left_alone_bit_for_bit(

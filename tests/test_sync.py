@@ -20,6 +20,7 @@ from support.command import Refused
 
 NO_WEIGHTS = "after the sync of weights 0, engine and policy differ by"
 FP8 = ["--rollout_quantization=fp8_per_channel", "--rollout_dtype=bfloat16"]
+NINE = "--max_response_tokens=9"
 
 
 def move(policy: Policy, scale: float) -> None:
@@ -117,7 +118,7 @@ def test_the_check_is_at_the_policys_own_temperature(engine, policy, group, prom
     [
         (0, NO_WEIGHTS, []),
         (1, "after the sync of weights 5, ", []),
-        (1, "weights 5, ", ["--lag=1", "--temperature=1.3", "--top_p=0.9", *FP8]),
+        (1, "weights 5, ", ["--lag=1", "--temperature=1.3", "--top_p=0.9", *FP8, NINE]),
     ],
 )
 def test_a_run_whose_engine_keeps_its_weights_without_a_word_stops(
@@ -151,7 +152,7 @@ def test_a_run_whose_evaluator_keeps_its_weights_stops(train_here, monkeypatch):
     sentence = "after the sync of weights evaluation, "
     with monkeypatch.context() as patch, pytest.raises(Refused, match=sentence):
         patch.setattr(Engine, "load_weights", forgetful)
-        train_here("--steps=1", "--prompts_per_step=4", *FP8)
+        train_here("--steps=1", "--prompts_per_step=4", NINE, *FP8)
 
 
 def test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then(
