@@ -110,9 +110,15 @@ def loss(request):
 # of tiny in float32, as many as are decoded at the same time.
 CACHE_GB = 0.1
 
+# Of 38 tokens some responses are complete, mostly sums of three digits. Of nine none
+# is, so that no group has a signal.
+SOME_COMPLETE = "--max_response_tokens=38"
+NONE_COMPLETE = "--max_response_tokens=9"
+
 # What one rank and several have to do alike. In bfloat16 a batch of another size rounds
 # otherwise, which flips single samples. 31 problems cannot be shared out equally.
 TWO_STEPS = [
+    SOME_COMPLETE,
     "--steps=2",
     "--prompts_per_step=8",
     "--rollout_dtype=float32",
@@ -120,16 +126,24 @@ TWO_STEPS = [
 ]
 
 
+def replace_kernels_once():
+    """Each engine replaces vLLM's kernels in all modules, by the same ones.
+
+    Once a process is enough.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read at the import
+    from vllm.platforms.cpu import CpuPlatform
+
+    replace = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(replace)
+
+
 @pytest.fixture(scope="session")
 def group():
     """The mesh of this process, the only rank of a group that ends with its engines."""
-    from vllm.platforms.cpu import CpuPlatform
-
     from rollout import init_distributed
 
-    # Each engine looks for vLLM's kernels in all modules. Once a process is enough.
-    register = functools.cache(CpuPlatform.register_triton_kernel_overrides)
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(register)
+    replace_kernels_once()
     return init_distributed()
 
 
@@ -242,13 +256,13 @@ def train_here(run_here, tmp_path_factory):
     """Runs train.py with flags in this process; returns its lines of metrics.
 
     Where a test says nothing else, the two evaluations are short, as they would take as
-    long as two steps, and responses end when some of them are complete.
+    long as two steps, and responses are cut where some of them are complete.
     """
     import train
 
     def run(*flags, out_dir=None):
         out = out_dir or tmp_path_factory.mktemp("run") / "here"
-        defaults = ["--eval_every=0", "--eval_problems=4", "--max_response_tokens=38"]
+        defaults = ["--eval_every=0", "--eval_problems=4", SOME_COMPLETE]
         run_here(train, f"--out_dir={out}", *defaults, *flags)
         return [json.loads(line) for line in open(out / "metrics.jsonl")]
 

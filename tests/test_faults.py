@@ -9,12 +9,13 @@ import math
 
 import pytest
 import torch
+from conftest import NONE_COMPLETE
 
 import train
 from reward import load_task
 from support.command import Refused
 
-SHORT = ["--prompts_per_step=4", "--group_size=2", "--max_response_tokens=3"]
+SHORT = ["--prompts_per_step=4", "--group_size=2"]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_las
 
     monkeypatch.setattr(train, "apply_gradient", poison)
     with pytest.raises(error, match=sentence):
-        train_here(*SHORT, f"--steps={steps}", "--minibatches=1")
+        train_here(*SHORT, NONE_COMPLETE, f"--steps={steps}", "--minibatches=1")
 
 
 @pytest.fixture
@@ -55,8 +56,8 @@ def impossible(tmp_path) -> str:
 
 def test_groups_without_signal_are_counted_and_teach_nothing(impossible, train_here):
     # It has 16 problems: three steps of four prompts are in the first epoch.
-    flags = ["--minibatches=1", "--rollout_dtype=float32", "--max_response_tokens=38"]
-    rows = train_here(*SHORT, "--steps=3", *flags, f"--task={impossible}")
+    flags = ["--steps=3", "--minibatches=1", "--rollout_dtype=float32"]
+    rows = train_here(*SHORT, *flags, f"--task={impossible}")
     for row in rows[1:]:
         assert row["reward"] == row["groups_with_signal"] == 0
         # Without an advantage (12) has no first term. Its second one is what rounding
@@ -67,7 +68,7 @@ def test_groups_without_signal_are_counted_and_teach_nothing(impossible, train_h
 
 
 def test_truncated_responses_are_counted_and_the_run_goes_on(train_here):
-    rows = train_here(*SHORT, "--steps=2")
+    rows = train_here(*SHORT, "--steps=2", "--max_response_tokens=3")
     for row in rows[1:]:
         assert row["truncated"] == 1
         assert row["response_tokens"] == 3

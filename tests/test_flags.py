@@ -142,9 +142,7 @@ def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
 @pytest.mark.parametrize(
     "rank, flag, printed",
     [
-        pytest.param(
-            *("0", "--lag=-1", "train.py: lag is '-1': "), marks=pytest.mark.slow
-        ),
+        ("0", "--lag=-1", "train.py: lag is '-1': "),
         ("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
     ],
 )

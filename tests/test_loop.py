@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import refusal_of
+from conftest import NONE_COMPLETE, SOME_COMPLETE, refusal_of
 from launch import read_metrics, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -193,16 +193,13 @@ def test_prompts_that_ranks_and_minibatches_cannot_share_equally_are_refused(
 # The loop
 
 
-SOME_COMPLETE = "--max_response_tokens=38"
-
-
 @pytest.fixture
 def record(train_here, monkeypatch) -> Any:
     """Runs train.py here, and returns what its functions were given and returned.
 
     A run of `steps` has `metrics`, the `updates` (step, objective, rows, statistics,
     optimizer's rate and decay) and the `batches` by the step that they were sampled
-    for. Of nine tokens no response is right, and a batch has no signal.
+    for. By default no response is complete, and no group has a signal.
     """
 
     def run(*flags: str) -> SimpleNamespace:
@@ -233,10 +230,10 @@ def record(train_here, monkeypatch) -> Any:
             patch.setattr(train, "update", recording_update)
             patch.setattr(train, "sample_batch", recording_sample)
             before, *seen.metrics = train_here(
-                # In step 1 of seed 0 no group of these would have a signal.
+                # In step 1 of seed 0 no group would have a signal at SOME_COMPLETE.
                 *("--prompts_per_step=4", "--group_size=4", "--seed=1"),
                 *("--learning_rate=2e-3", "--warmup_steps=0"),
-                *("--rollout_dtype=float32", "--max_response_tokens=9"),
+                *("--rollout_dtype=float32", NONE_COMPLETE),
                 *flags,
             )
         return seen
@@ -397,8 +394,8 @@ def test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8(monke
 
 SHORT = [
     *("--prompts_per_step=16", "--learning_rate=4e-4", "--warmup_steps=2"),
-    # 31 problems cannot be shared out equally.
-    *("--eval_every=0", "--eval_problems=31"),
+    # 63 problems cannot be shared out equally.
+    *("--eval_every=0", "--eval_problems=63"),
     # In bfloat16 a batch of another size rounds otherwise, which flips single samples.
     "--rollout_dtype=float32",
     "--max_response_tokens=64",

@@ -44,9 +44,10 @@ def test_weights_moments_and_gradients_are_counted_to_the_byte(group):
     assert parts["update"]["gradient: 4 P / R"] == bytes_of(gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_grow_with_tokens_as_is_counted(group, checkpointing):
-    """From 512 to 1,536 tokens, so without weights: by 30% more or less."""
+    """From 1,024 to 3,072 tokens, so without weights: by 30% more or less."""
     policy = build_policy(
         "tiny", group, "bfloat16", gradient_checkpointing=checkpointing
     )
@@ -54,7 +55,7 @@ def test_activations_grow_with_tokens_as_is_counted(group, checkpointing):
     def gradient(responses):
         policy(random_rollouts(responses, 63, 20))[0].sum().backward()
 
-    real = peak_bytes(lambda: gradient(24)) - peak_bytes(lambda: gradient(8))
+    real = peak_bytes(lambda: gradient(48)) - peak_bytes(lambda: gradient(16))
     shape = shape_of("tiny")
     counted = [
         memory_of(
@@ -62,7 +63,7 @@ def test_activations_grow_with_tokens_as_is_counted(group, checkpointing):
             shape,
             ranks=1,
         )["update"]["activations of a micro-batch"]
-        for tokens in (1024, 2048)
+        for tokens in (2048, 4096)
     ]
     assert counted[1] - counted[0] == pytest.approx(real, rel=0.3)
 

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed does what the run that was left alone does.
+"""A run that is stopped or killed, and resumed, does what the run left alone does.
 
 Also what --resume refuses.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, refusal_of
+from conftest import ROOT, SOME_COMPLETE, refusal_of
 from launch import read_metrics, run_script, start_on_ranks, torchrun
 from test_checkpoints import names
 
@@ -19,7 +19,7 @@ import train
 SMALL = [
     "--prompts_per_step=8",
     "--group_size=2",
-    "--max_response_tokens=38",
+    SOME_COMPLETE,
     "--eval_every=3",
     "--eval_problems=8",
     "--save_every=2",
@@ -47,8 +47,9 @@ def assert_same_run(out: Path, alone: Path) -> None:
 def test_stopped_in_a_step_and_resumed_a_run_equals_the_one_left_alone_bit_for_bit(
     train_here, tmp_path, monkeypatch
 ):
-    flags = [*SMALL, "--steps=5", "--lag=2"]
-    train_here(*flags, out_dir=tmp_path / "alone")
+    flags = [*FINISHED, "--lag=2"]
+    rows = train_here(*flags, out_dir=tmp_path / "alone")
+    assert any(row["groups_with_signal"] > 0 for row in rows[1:])
     apply_gradient = train.apply_gradient
 
     def stop(policy, optimizer, cfg, step):
@@ -65,7 +66,8 @@ def test_stopped_in_a_step_and_resumed_a_run_equals_the_one_left_alone_bit_for_b
     assert_same_run(out, tmp_path / "alone")
 
 
-# Checkpoints are of the steps 2, 4 and 6. test_checkpoints has each moment of a save.
+# Slow, as these are processes that are really killed. Checkpoints are of the steps 2, 4
+# and 6. test_checkpoints stops a save at each of its moments.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lag, phase, step, left",
@@ -109,7 +111,7 @@ def processes_of(out: Path) -> list[str]:
 def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_bit(
     rollout_tp, tmp_path
 ):
-    flags = [*SMALL, "--steps=5", "--lag=2", f"--rollout_tp={rollout_tp}"]
+    flags = [*FINISHED, "--lag=2", f"--rollout_tp={rollout_tp}"]
     torchrun(2, "train.py", *flags, f"--out_dir={tmp_path / 'alone'}")
     out = tmp_path / "killed"
     flags.append(f"--out_dir={out}")
