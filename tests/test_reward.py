@@ -344,7 +344,7 @@ def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
 
     expected = [rewards.get(pair, 0.0) for pair in asked]
     assert rewards_of(asked * 2) == expected * 2
-    for pair in asked[0], tower:  # each alone needs a judge of its own
+    for pair in [*asked[::30], tower]:
         assert rewards_of([pair]) == [rewards.get(pair, 0.0)]
 
 
