@@ -139,25 +139,16 @@ def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     find_loss(cfg.objective, cfg.objective_args)
 
 
-@pytest.mark.parametrize(
-    "rank, flag, printed",
-    [
-        ("0", "--lag=-1", "train.py: lag is '-1': "),
-        ("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
-    ],
-)
-def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_is_built(
-    rank, flag, printed
-):
+def test_a_refusal_is_one_line_on_any_rank_with_exit_code_1_before_an_engine_is_built():
     done = subprocess.run(
-        [sys.executable, "train.py", flag],
+        [sys.executable, "train.py", "--task=missing"],
         cwd=ROOT,
-        env=ENVIRONMENT | {"RANK": rank},
+        env=ENVIRONMENT | {"RANK": "3"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith(printed)
+    assert done.stderr.startswith("train.py, rank 3: there is no task 'missing': ")
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""  # with an out_dir it would say what it computes in
 
