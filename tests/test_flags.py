@@ -139,16 +139,25 @@ def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     find_loss(cfg.objective, cfg.objective_args)
 
 
-def test_a_refusal_is_one_line_on_any_rank_with_exit_code_1_before_an_engine_is_built():
+@pytest.mark.parametrize(
+    "rank, flag, printed",
+    [
+        ("0", "--lag=-1", "train.py: lag is '-1': "),
+        ("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
+    ],
+)
+def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_is_built(
+    rank, flag, printed
+):
     done = subprocess.run(
-        [sys.executable, "train.py", "--task=missing"],
+        [sys.executable, "train.py", flag],
         cwd=ROOT,
-        env=ENVIRONMENT | {"RANK": "3"},
+        env=ENVIRONMENT | {"RANK": rank},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("train.py, rank 3: there is no task 'missing': ")
+    assert done.stderr.startswith(printed)
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""  # with an out_dir it would say what it computes in
 
