@@ -23,8 +23,7 @@ import numpy as np
 import torch.distributed as dist
 from pydantic import Field
 
-from reward import Split, load_split
-from rollout import Engine, init_distributed, noise_seed, prompts_of_rank
+from rollout import Engine, noise_seed, prompts_of_rank
 from support.command import (
     Count,
     Dtype,
@@ -36,8 +35,8 @@ from support.command import (
     parse_flags,
     run_script,
 )
-from support.cpu import default_dtype
-from support.tasks import check_model
+from support.machine import default_dtype, init_distributed
+from support.tasks import Split, check_model, load_split
 
 
 class EvalConfig(Flags):
@@ -142,19 +141,19 @@ def evaluate(
     # Rank r of w has the problems r, r + w, ... Every rank has to sample something, as
     # an engine may be shared, and Rollouts cannot be empty. So a rank without problems
     # of its own repeats the first.
-    mine = prompts_of_rank(len(split.prompts)) or [0]
+    indices = prompts_of_rank(len(split.prompts)) or [0]
     rollouts = engine.sample(
-        [split.prompts[i] for i in mine],
+        [split.prompts[i] for i in indices],
         samples,
-        [noise_seed(seed, i, samples) for i in mine],
+        [noise_seed(seed, i, samples) for i in indices],
         **sampling,
     )
-    rewards = np.array(split.score(mine, rollouts.text))
+    rewards = np.array(split.score(indices, rollouts.text))
     counts = rewards.reshape(-1, samples).sum(axis=1).astype(int).tolist()
-    of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, dict(zip(mine, counts, strict=True)))
-    everyone = {i: count for of_rank in of_ranks for i, count in of_rank.items()}
-    return [everyone[i] for i in range(len(split.prompts))]
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(zip(indices, counts, strict=True)))
+    correct = {i: count for counts in gathered for i, count in counts.items()}
+    return [correct[i] for i in range(len(split.prompts))]
 
 
 def heldout_accuracy(
@@ -245,10 +244,10 @@ def main() -> None:
         out = Path(cfg.out_dir)
         out.mkdir(parents=True)
         (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-        for task, of_task in estimates.items():
-            for k, of_k in of_task.items():
-                low, high = of_k["interval"]
-                print(f"{task}: pass@{k} {of_k['value']:.3f} [{low:.3f}, {high:.3f}]")
+        for task, by_k in estimates.items():
+            for k, passed in by_k.items():
+                low, high = passed["interval"]
+                print(f"{task}: pass@{k} {passed['value']:.3f} [{low:.3f}, {high:.3f}]")
         print(f"{out}/results.json has this by problem")
 
 

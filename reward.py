@@ -1,4 +1,4 @@
-r"""What counts as a correct answer, and the problems of a task with their answers.
+r"""What counts as a correct answer.
 
 A response is judged in three steps:
 
@@ -16,20 +16,9 @@ that needs more counts as wrong.
 
 import re
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from support.command import Refused
 from support.judge import equal_formulas
 from support.latex import latex_of
-from support.tasks import (
-    Row,
-    encode_problems,
-    load_rows,
-    say_once,
-    source_of,
-    task_of,
-)
 
 # --- 1. Where the final answer is
 
@@ -141,97 +130,3 @@ def score(
     RuntimeError if formulas cannot be compared on this machine.
     """
     return [float(verdict) for verdict in VERIFIERS[verifier](responses, answers)]
-
-
-# --- The problems of a task
-
-
-def gold_answer(row: Row) -> str:
-    """The answer of a row, or the one that is marked in its worked solution."""
-    if row.answer:
-        return final_answer(row.answer).strip() or row.answer
-    return final_answer(row.solution).strip()
-
-
-def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
-    """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
-
-    The task's verifier accepts each gold answer as a response's. In the user's own
-    files a row that it does not accept is refused. In a hub dataset, which is not the
-    user's to correct, the row is left out, and counted on stderr.
-
-    Raises Refused, in one sentence, for an unknown task or split or a bad row.
-    """
-    verifier = task_of(name_or_path).verifier
-    source = source_of(name_or_path, split)
-    rows = load_rows(source)
-    golds = [gold_answer(row) for row in rows]
-    echoes = golds if verifier == "exact" else [rf"\boxed{{{gold}}}" for gold in golds]
-    rewards = score(echoes, golds, verifier)
-    problems = []
-    unreadable = []
-    for row, gold, reward in zip(rows, golds, rewards, strict=True):
-        if row.problem and reward:
-            problems.append({"prompt": row.problem, "answer": gold})
-        else:
-            unreadable.append(row)
-    if not rows:
-        raise Refused(f"{source} has no rows")
-    if unreadable:
-        note = (
-            f"{len(unreadable)} of the {len(rows)} rows of {source} have no problem "
-            f"with an answer that {verifier!r} can read; the first is row "
-            f"{rows.index(unreadable[0]) + 1}"
-        )
-        if isinstance(source, Path) or not problems:
-            raise Refused(
-                f"{note}: correct or remove them (its columns are prompt, problem or "
-                "question, and answer or solution)"
-            )
-        say_once(f"{note}: left out")
-    return problems
-
-
-class Split(NamedTuple):
-    """Problems of a task, ready to sample from."""
-
-    problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
-    prompts: list[list[int]]  # token ids, a prompt for each problem
-    verifier: str
-
-    def score(self, indices: list[int], responses: list[str]) -> list[float]:
-        """The reward of each response to the problems with these indices.
-
-        Each problem has equally many responses, which are neighbors.
-        """
-        samples = len(responses) // len(indices)
-        answers = []
-        for index in indices:
-            answers += [self.problems[index]["answer"]] * samples
-        return score(responses, answers, self.verifier)
-
-
-def load_split(
-    name_or_path: str,
-    tokenizer: Any,
-    split: str,
-    *,
-    limit: int = 0,
-    room: int,
-    drop_long: bool,
-) -> Split:
-    """The first `limit` problems of a task's split (0: all), with their prompts.
-
-    Prompts of more than `room` tokens are left out if `drop_long`. Raises Refused if
-    there are such prompts and not `drop_long`, or if none is left.
-    """
-    task = task_of(name_or_path)
-    problems, prompts = encode_problems(
-        load_task(name_or_path, split)[: limit or None],
-        tokenizer,
-        instruction=task.instruction,
-        room=room,
-        drop_long=drop_long,
-        name=f"{split} prompts of {name_or_path}",
-    )
-    return Split(problems, prompts, task.verifier)

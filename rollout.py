@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from support.command import Refused
-from support.cpu import prepare_cpu
 
 
 @dataclass
@@ -45,53 +44,17 @@ class Rollouts:
         Columns that are all padding are cut.
         """
         response_length = self.mask[rows].sum(dim=1)
-        longest_response = int(response_length.max())
-        longest = int((self.prompt_length[rows] + response_length).max())
+        response_columns = int(response_length.max())
+        token_columns = int((self.prompt_length[rows] + response_length).max())
         chosen = {}
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 value = value[rows]
                 if value.dim() > 1:
-                    columns = longest if name == "tokens" else longest_response
+                    columns = token_columns if name == "tokens" else response_columns
                     value = value[:, :columns]
                 chosen[name] = value.to(device)
         return replace(self, text=[self.text[row] for row in rows], **chosen)
-
-
-def init_distributed() -> dist.DeviceMesh:
-    """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
-
-    The mesh is [nodes, ranks of a node]. Call this before building an Engine, which
-    would otherwise make a process group of its own, of the wrong size. Raises Refused
-    if torch is built for CUDA and finds no GPU.
-    """
-    if "RANK" not in os.environ:
-        # Not under torchrun. Port 0 is any free one.
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
-        )
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
-    if torch.cuda.is_available():
-        device_type = "cuda"
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # We pass no device_id. With one torch would split NCCL's communicator for each
-        # group of the mesh and of vLLM, which has hung (pytorch issue 145376).
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    elif torch.version.cuda:
-        raise Refused(
-            f"torch is built for CUDA {torch.version.cuda} and finds no GPU that it "
-            "can use: look at nvidia-smi (is the driver older?) and at "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    else:
-        device_type = "cpu"
-        dist.init_process_group("gloo")
-        prepare_cpu(ranks_of_node)
-    return dist.init_device_mesh(
-        device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")
-    )
 
 
 def prompts_of_rank(prompt_count: int) -> range:
@@ -148,6 +111,7 @@ class Engine:
 
         cuda = torch.cuda.is_available()
         self.dtype = getattr(torch, dtype)
+        self.quantization = quantization
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
@@ -214,12 +178,12 @@ class Engine:
             )
         # The engine answers the prompts of all ranks that share it.
         tp_group = distributed.get_tp_group()
-        of_ranks: list = [None] * tp_group.world_size
-        mine = list(zip(prompts, seeds, strict=True))
-        dist.all_gather_object(of_ranks, mine, tp_group.cpu_group)
-        asked = [pair for pairs in of_ranks for pair in pairs]
+        requests_by_rank: list = [None] * tp_group.world_size
+        requests = list(zip(prompts, seeds, strict=True))
+        dist.all_gather_object(requests_by_rank, requests, tp_group.cpu_group)
+        all_requests = [request for rank in requests_by_rank for request in rank]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in asked],
+            [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
             [
                 SamplingParams(
                     n=n,
@@ -229,11 +193,12 @@ class Engine:
                     detokenize=False,
                     **sampling,
                 )
-                for _, seed in asked
+                for _, seed in all_requests
             ],
             use_tqdm=False,
         )
-        first = sum(len(pairs) for pairs in of_ranks[: tp_group.rank_in_group])
+        ranks_before = requests_by_rank[: tp_group.rank_in_group]
+        first = sum(len(requests) for requests in ranks_before)
         return self.as_rollouts(outputs[first : first + len(prompts)])
 
     def as_rollouts(self, outputs: list) -> Rollouts:

@@ -46,11 +46,11 @@ import policy as policy_module
 from experiments.runs import ROOT, commit_here, words_of
 from loss import p3o
 from policy import Policy, build_policy, full_weights
-from reward import load_task
-from rollout import Engine, Rollouts, init_distributed
+from rollout import Engine, Rollouts
 from support.command import Flags, PositiveCount, Refused, parse_flags, run_script
 from support.log import PHASES, Log
-from support.tasks import check_model, task_of
+from support.machine import init_distributed
+from support.tasks import check_model, load_task, task_of
 from train import (
     Config,
     build_engines,
@@ -375,12 +375,12 @@ def compare_updates(
 
 def phases(column: Config, bench: BenchConfig) -> Numbers:
     """What one rollout and one update of train.py reach of what they could."""
-    tokenizer, train, _, longest = load_data(column)
+    tokenizer, train, _, max_model_len = load_data(column)
     mesh = init_distributed()
-    engine, _ = build_engines(column, longest)
+    engine, _ = build_engines(column, max_model_len)
     policy = build_policy(column.model, mesh, column.dtype)
     engine.load_weights(full_weights(policy), version="0")
-    log = Log(Path(), tokenizer, column.group_size, done=0)
+    log = Log(Path(), tokenizer, column.group_size, column.steps, done=0)
     rollouts = sample_batch(engine, column, 1, train, log)
     prompts = train.prompts[: column.prompts_per_step]
     found = compare_rollouts(engine, column, prompts, bench.rounds)

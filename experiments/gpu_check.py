@@ -25,9 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from loss import group_advantage, p3o
 from policy import build_policy, full_weights
-from rollout import init_distributed
 from support.command import Refused, parse_flags, run_script
 from support.log import Log, peak_memory_gb
+from support.machine import init_distributed
 from train import (
     Config,
     build_engines,
@@ -84,13 +84,13 @@ def check_mismatch(before: float, without: float, after: float) -> None:
 
 def two_steps(cfg: CheckConfig) -> tuple[Rows, Rows]:
     """The phases of two steps, and the mismatch before and after the sync."""
-    tokenizer, train, _, longest = load_data(cfg)
+    tokenizer, train, _, max_model_len = load_data(cfg)
     mesh = init_distributed()
-    log = Log(Path(), tokenizer, cfg.group_size, done=0)
+    log = Log(Path(), tokenizer, cfg.group_size, cfg.steps, done=0)
     phases: Rows = {}
     mismatch: Rows = {}
     with phase(phases, "engines built"):
-        engine, _ = build_engines(cfg, longest)
+        engine, _ = build_engines(cfg, max_model_len)
     with phase(phases, "engine asleep"):
         engine.sleep()
     with phase(phases, "policy built"):

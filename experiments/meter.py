@@ -32,8 +32,9 @@ from loss import (
     restrict_to_support,
 )
 from policy import Policy
-from rollout import Engine, init_distributed, noise_seed
+from rollout import Engine, noise_seed
 from support.command import PositiveCount, parse_flags, run_script
+from support.machine import init_distributed
 
 # K of the KLs that are printed, beside all tokens that the engine lists.
 LISTED = (1, 5, 20)
@@ -85,11 +86,11 @@ def kl_by_listed_tokens(
 def main() -> None:
     """Sample with the engine as set, score with the trainer, and print the mismatch."""
     cfg = parse_flags(MeterConfig)
-    _, _, heldout, longest = train.load_data(cfg)
+    _, _, heldout, max_model_len = train.load_data(cfg)
     prompts = heldout.prompts[: cfg.responses]
     init_distributed()
     engine = Engine(
-        *(cfg.model, longest),
+        *(cfg.model, max_model_len),
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         top_logprobs=cfg.top_logprobs,

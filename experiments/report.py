@@ -210,12 +210,12 @@ LOG_RATIO = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)  # log rho, nats
 
 
 def weight_by_ratio(
-    loss_fn: Callable[..., torch.Tensor], advantage: float, e_b: float
+    objective: Callable[..., torch.Tensor], advantage: float, e_b: float
 ) -> torch.Tensor:
     """w_t at every rho of LOG_RATIO, [M]: each token is a response of its own."""
     log_ratio = LOG_RATIO[:, None]  # [N, 1]
     weight = token_weights(
-        *(loss_fn, log_ratio, torch.full_like(log_ratio, -1.0)),
+        *(objective, log_ratio, torch.full_like(log_ratio, -1.0)),
         *(torch.full_like(log_ratio, advantage), e_b),
     )
     return weight[:, 0]
@@ -241,11 +241,11 @@ def draw_weights(path: Path) -> None:
         axis.set_title(", ".join(dict(curves)))
     # The exact KL pulls each token v that could have stood at the position, by pi_b(v)
     # times what `is` does to the sampled one.
-    for name, loss_fn in (
+    for name, objective in (
         ("exact, is", ablations.importance_sampled),
         ("k3", ablations.k3),
     ):
-        weight = weight_by_ratio(loss_fn, advantage=0.0, e_b=0.0)
+        weight = weight_by_ratio(objective, advantage=0.0, e_b=0.0)
         axes[-1].plot(LOG_RATIO.exp(), weight, label=name)
     axes[-1].set_title("p3o's KL, times $1 - e_B$")
     for axis in axes:

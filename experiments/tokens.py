@@ -28,9 +28,10 @@ from experiments import objectives
 from experiments.runs import table
 from loss import LOSSES, effective_sample_size, ratio_sums
 from policy import build_policy
-from rollout import Engine, Rollouts, init_distributed
+from rollout import Engine, Rollouts
 from support.command import PositiveCount, parse_flags, run_script
 from support.log import Log
+from support.machine import init_distributed
 
 TEMPLATE = Path(__file__).resolve().with_name("tokens_template.html")
 COMPARED: dict[str, Callable[..., Tensor]] = {
@@ -76,14 +77,14 @@ class ScoredBatch(NamedTuple):
         logp_behavior, advantage = self.rollouts.logp_behavior, self.rollouts.advantage
         return {
             name: token_weights(
-                loss_fn, self.log_ratio, logp_behavior, advantage, self.e_b()
+                objective, self.log_ratio, logp_behavior, advantage, self.e_b()
             )
-            for name, loss_fn in COMPARED.items()
+            for name, objective in COMPARED.items()
         }
 
 
 def token_weights(
-    loss_fn: Callable[..., Tensor],
+    objective: Callable[..., Tensor],
     log_ratio: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
@@ -96,7 +97,7 @@ def token_weights(
     could have stood at a position.
     """
     logp = (logp_behavior + log_ratio).detach().requires_grad_()
-    loss = loss_fn(logp, logp_behavior, advantage, torch.zeros_like(logp), e_b)
+    loss = objective(logp, logp_behavior, advantage, torch.zeros_like(logp), e_b)
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
     return -gradient
 
@@ -106,15 +107,15 @@ def sample_and_score(cfg: Config) -> tuple[ScoredBatch, Engine]:
 
     And the engine that sampled them.
     """
-    tokenizer, problems, _, longest = train.load_data(cfg)
+    tokenizer, problems, _, max_model_len = train.load_data(cfg)
     mesh = init_distributed()
     engine = Engine(
-        *(cfg.sampled_by or cfg.model, longest),
+        *(cfg.sampled_by or cfg.model, max_model_len),
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         top_logprobs=cfg.top_logprobs,
     )
-    log = Log(Path(), tokenizer, cfg.group_size, done=0)
+    log = Log(Path(), tokenizer, cfg.group_size, cfg.steps, done=0)
     rollouts = train.sample_batch(engine, cfg, cfg.step, problems, log)
     policy = build_policy(cfg.model, mesh, temperature=cfg.policy_temperature)
     device = next(policy.parameters()).device

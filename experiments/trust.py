@@ -35,9 +35,10 @@ from experiments.figures import panels, save
 from experiments.runs import RESULTS, commit_here, table, text_of
 from loss import effective_sample_size, kl_divergence, p3o, ratio_sums
 from policy import Policy, build_policy, full_weights
-from rollout import Engine, Rollouts, init_distributed
+from rollout import Engine, Rollouts
 from support.command import run_script
 from support.log import Log
+from support.machine import init_distributed
 
 LEARNING_RATE = 5e-4  # 2.5 times the laboratory's, so that the policy moves visibly
 STEPS = set(range(3, 61, 3))  # of the run: the policies that are measured
@@ -73,13 +74,13 @@ class Laboratory:
 
     def __init__(self) -> None:
         self.cfg = train.Config(minibatches=1, learning_rate=LEARNING_RATE)
-        tokenizer, self.problems, _, longest = train.load_data(self.cfg)
-        self.log = Log(Path(), tokenizer, self.cfg.group_size, done=0)
+        tokenizer, self.problems, _, max_model_len = train.load_data(self.cfg)
+        self.log = Log(Path(), tokenizer, self.cfg.group_size, self.cfg.steps, done=0)
         mesh = init_distributed()
         self.engines = {
-            "none": Engine("tiny", longest, top_logprobs=20),
+            "none": Engine("tiny", max_model_len, top_logprobs=20),
             "fp8_per_channel": Engine(
-                *("tiny", longest),
+                *("tiny", max_model_len),
                 quantization="fp8_per_channel",
                 dtype="bfloat16",
                 top_logprobs=20,

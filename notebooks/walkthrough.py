@@ -34,9 +34,9 @@ from loss import (
     ratio_sums,
 )
 from policy import build_policy, full_weights
-from reward import load_split
-from rollout import Engine, init_distributed, noise_seed
-from support.tasks import check_model
+from rollout import Engine, noise_seed
+from support.machine import init_distributed
+from support.tasks import check_model, load_split
 
 mesh = init_distributed()
 engine = Engine("tiny", 128, dtype="float32", top_logprobs=20)

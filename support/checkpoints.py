@@ -4,7 +4,8 @@ No random state is saved, for none matters: the order of the problems and the sa
 noise are pure functions of (seed, step), and nothing else draws.
 
 A checkpoint is a folder: the shards of weights and moments that
-torch.distributed.checkpoint writes, and of each rank the rollouts that wait.
+torch.distributed.checkpoint writes, and of each rank the step's metrics and the
+rollouts that wait.
 """
 
 import json
@@ -22,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from support.command import Refused
-from support.cpu import bfloat16_is_slow
+from support.command import Refused, Stopped
+from support.machine import bfloat16_is_slow
 
 KEPT = 2  # checkpoints of a run, the newest
 # Fields that a resumed run may change, as they do not change what it learns. With a lag
@@ -55,6 +56,9 @@ def check_out_dir(cfg: Any) -> None:
     if not cfg.out_dir or not checkpoints(out):
         raise Refused(f"--resume: out_dir {cfg.out_dir!r} has no complete checkpoint")
     stored = json.loads((out / "config.json").read_text())
+    done = int(checkpoints(out)[-1].name.removeprefix("step-"))
+    if cfg.steps < done:
+        raise Refused(f"--resume: {out} has made {done} steps; steps is {cfg.steps}")
     for name, value in config_of(cfg).items():
         may_differ = name in MAY_DIFFER or (name == "steps" and cfg.lag == 0)
         if stored.get(name) != value and not may_differ:
@@ -83,6 +87,10 @@ def make_out_dir(cfg: Any) -> Path:
         is_slow = "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and bfloat16_is_slow()
         note = " (bfloat16 is slow on this CPU)" if is_slow else ""
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
+        print(
+            "e_B is 1 where the policy is what sampled, and falls the further they are "
+            "apart; KL: nats a token; tokens: of a response"
+        )
     return out
 
 
@@ -92,23 +100,25 @@ def save_checkpoint(
     policy: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     waiting: Iterable[Any],
+    metrics: dict[str, Any],
 ) -> None:
     """Write checkpoints/step-N, then delete all but the newest KEPT: a collective.
 
-    `waiting` are this rank's rollout.Rollouts that no step has used yet. A folder has
-    its name only when it is complete, as a run may be killed at any moment. Raises
-    Refused where it cannot be written, as on a full disk.
+    `waiting` are this rank's rollout.Rollouts that no step has used yet, and `metrics`
+    are the step's, which is logged only after this. A folder has its name only when it
+    is complete, as a run may be killed at any moment. Raises Stopped where it cannot be
+    written, as on a full disk.
     """
     rank = dist.get_rank()
     unfinished = out / "checkpoints" / "unfinished"
     if rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
     weights, moments = get_state_dict(policy, optimizer)
-    fields = [vars(rollouts) for rollouts in waiting]
+    of_rank = {"metrics": metrics, "waiting": [vars(batch) for batch in waiting]}
     try:
         dist.barrier()
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished)
-        torch.save(fields, unfinished / f"rollouts-{rank}.pt")
+        torch.save(of_rank, unfinished / f"rank-{rank}.pt")
         dist.barrier()
         if rank == 0:
             unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
@@ -116,7 +126,7 @@ def save_checkpoint(
                 # A folder that is only half deleted has no name of a checkpoint.
                 shutil.rmtree(old.rename(unfinished))
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise Refused(
+        raise Stopped(
             f"step {step}: the checkpoint cannot be written to {unfinished}: "
             f"{last_line(error)}; --resume goes on from the one before"
         ) from error
@@ -124,22 +134,20 @@ def save_checkpoint(
 
 def load_checkpoint(
     out: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[dict[str, Any]]]:
+) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     """Restore policy and optimizer in place, from the newest complete checkpoint.
 
-    Returns the steps done, and the fields of the rollouts that wait: a run resumed at
-    lag 4 goes on with the batches that it had sampled ahead, and samples none of them
-    again. Log drops the metrics of later steps. A collective. Raises Refused where it
-    cannot be read.
+    Returns its step, the metrics of that step, and the fields of the rollouts that
+    wait: a run resumed at lag 4 goes on with the batches that it had sampled ahead, and
+    samples none of them again. Log drops the metrics of later steps. A collective.
+    Raises Refused where it cannot be read.
     """
     newest = checkpoints(out)[-1]
     weights, moments = get_state_dict(policy, optimizer)
     state = {"policy": weights, "optimizer": moments}
     try:
         dcp.load(state, checkpoint_id=newest)
-        waiting = torch.load(
-            newest / f"rollouts-{dist.get_rank()}.pt", weights_only=True
-        )
+        of_rank = torch.load(newest / f"rank-{dist.get_rank()}.pt", weights_only=True)
     except (CheckpointException, Exception) as error:  # torch has many kinds of them
         raise Refused(
             f"--resume: {newest} cannot be read: {last_line(error)}; remove "
@@ -151,7 +159,8 @@ def load_checkpoint(
         model_state_dict=state["policy"],
         optim_state_dict=state["optimizer"],
     )
-    return int(newest.name.removeprefix("step-")), waiting
+    step = int(newest.name.removeprefix("step-"))
+    return step, of_rank["metrics"], of_rank["waiting"]
 
 
 def last_line(error: BaseException) -> str:
@@ -168,7 +177,7 @@ def save_model(
     """A folder that transformers and vLLM load, written whole and then renamed.
 
     `weights` are those of policy.full_weights, which rank 0 keeps in main memory. A
-    collective. Raises Refused where it cannot be written.
+    collective. Raises Stopped where it cannot be written.
     """
     kept = {}
     for name, weight in weights:
@@ -189,4 +198,4 @@ def save_model(
         shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
         unfinished.rename(folder)
     except Exception as error:  # safetensors has errors of its own
-        raise Refused(f"the model cannot be written to {folder}: {error}") from error
+        raise Stopped(f"the model cannot be written to {folder}: {error}") from error

@@ -31,7 +31,11 @@ NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):
-    """A run cannot start or go on, for the reason that it says in one sentence."""
+    """What the user gave cannot be used, for the reason that it says in a sentence."""
+
+
+class Stopped(Exception):
+    """A run cannot go on, for the reason that it says in one sentence."""
 
 
 class Flags(BaseSettings):
@@ -97,7 +101,7 @@ def run_script(main: Callable[[], None]) -> None:
     status = 0
     try:
         main()
-    except (Refused, FloatingPointError) as error:
+    except (Refused, Stopped, FloatingPointError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:

@@ -15,8 +15,8 @@ Of the step's updates it has means. Each update's value is over its whole batch 
     ess                  e_B (11)
     kl                   KL(pi_theta || pi_b), nats a token
     ratio                mean of rho
-    clip_fraction        share of the tokens with rho > e_B, whatever the objective.
-                         P3O caps these: 0.1 to 0.9 of a fresh batch, by next to nothing
+    above_ess            share of the tokens with rho > e_B, which P3O caps: 0.1 to 0.9
+                         of a fresh batch, by next to nothing
     grad_norm            before clipping
 
 Of a single update it has:
@@ -28,6 +28,9 @@ Of rank 0 alone it has rollout_seconds, reward_seconds, update_seconds, sync_sec
 peak_memory_gb. With lag the first step samples several batches, and the last
 steps none. Where the policy was evaluated it has heldout_pass@1 (sampled at
 policy_temperature) and heldout_greedy: of the policy, never of an fp8 copy of it.
+
+The seconds of a printed line are of the whole step, with its checks, its checkpoint and
+its evaluation. The time left is that of the remaining steps at their mean.
 """
 
 import json
@@ -43,7 +46,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from support.command import Refused
+from support.command import Stopped
 
 PHASES = ("rollout", "reward", "update", "sync")
 
@@ -52,13 +55,21 @@ class Log:
     """Collects the seconds of the phases of a step, then writes what the step did."""
 
     def __init__(
-        self, out: Path, tokenizer: PreTrainedTokenizerBase, group_size: int, done: int
+        self,
+        out: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        group_size: int,
+        steps: int,
+        done: int,
     ) -> None:
         """Lines of `done` steps stay; what a killed run wrote of later ones goes."""
         self.out = out
         self.tokenizer = tokenizer
         self.group_size = group_size
+        self.steps = steps
+        self.done = done
         self.seconds: dict[str, float] = defaultdict(float)
+        self.start = self.start_of_step = time.perf_counter()
         if done > 0 and dist.get_rank() == 0:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps(out / name, done)
@@ -70,37 +81,28 @@ class Log:
         yield
         self.seconds[name] += time.perf_counter() - start
 
-    def before(self, accuracy: dict[str, float]) -> None:
-        """A line for step 0, the policy before training."""
-        if dist.get_rank() == 0:
-            self.append("metrics.jsonl", {"step": 0, **accuracy})
-            print(f"step    0{accuracy_text(accuracy)}", flush=True)
+    def metrics_of(
+        self, step: int, rollouts: Any, updates: list[dict[str, float]]
+    ) -> dict[str, Any]:
+        """What a step did: its line of metrics.jsonl, without an evaluation.
 
-    def step(
-        self,
-        step: int,
-        rollouts: Any,
-        history: list[dict[str, float]],
-        accuracy: dict[str, float],
-    ) -> None:
-        """A line of metrics.jsonl, from all ranks' rollouts and all updates.
-
-        `rollouts` is a rollout.Rollouts. A collective.
+        `rollouts` is a rollout.Rollouts, from which rank 0 keeps samples, and `updates`
+        are the statistics of train.update. A collective.
         """
-        mine = [
-            rollouts.reward,
-            rollouts.mask.sum(dim=1),
-            rollouts.truncated,
-            rollouts.logp_behavior.sum(dim=1),
-        ]
-        of_ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, torch.stack([each.float() for each in mine]))
-        if dist.get_rank() > 0:
-            return
-        reward, length, truncated, logp = torch.cat(of_ranks, dim=1)  # [N] of all ranks
+        per_response = torch.stack(
+            [
+                rollouts.reward,
+                rollouts.mask.sum(dim=1).float(),
+                rollouts.truncated.float(),
+                rollouts.logp_behavior.sum(dim=1),
+            ]
+        )
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, per_response)
+        reward, length, truncated, logp = torch.cat(gathered, dim=1)  # [N] of all ranks
         groups = reward.view(-1, self.group_size)  # [P, G]
         has_signal = groups.amax(dim=1) > groups.amin(dim=1)
-        row = {
+        metrics = {
             "step": step,
             "weight_version": rollouts.weight_version,
             "reward": reward.mean().item(),
@@ -109,22 +111,41 @@ class Log:
             "truncated": truncated.mean().item(),
             "entropy": -logp.sum().item() / length.sum().item(),
         }
-        for name in history[0]:
-            row[name] = sum(stats[name] for stats in history) / len(history)
-        row["ess_min"] = min(stats["ess"] for stats in history)
-        row["mismatch_mean"] = history[0]["mismatch_mean"]
-        row |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
-        row["peak_memory_gb"] = peak_memory_gb()
-        row |= accuracy
-        self.append_samples(step, rollouts)
-        self.append("metrics.jsonl", row)
-        print(
-            f"step {step:4d}  reward {row['reward']:.3f}  e_B {row['ess']:.4f}  "
-            f"KL {row['kl']:.1e}  tokens {row['response_tokens']:.1f}  "
-            f"{sum(self.seconds.values()):.2f} s{accuracy_text(accuracy)}",
-            flush=True,
-        )
+        for name in updates[0]:
+            metrics[name] = sum(stats[name] for stats in updates) / len(updates)
+        metrics["ess_min"] = min(stats["ess"] for stats in updates)
+        metrics["mismatch_mean"] = updates[0]["mismatch_mean"]
+        metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
+        metrics["peak_memory_gb"] = peak_memory_gb()
         self.seconds.clear()
+        if dist.get_rank() == 0:
+            self.append_samples(step, rollouts)
+        return metrics
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Add a step's line to metrics.jsonl, by rank 0, and print its main numbers."""
+        if dist.get_rank() > 0:
+            return
+        step, now = metrics["step"], time.perf_counter()
+        if 0 < step == self.done:
+            # Of a resumed run: the line may be there, or the run was killed before it.
+            keep_steps(self.out / "metrics.jsonl", step - 1)
+        self.append("metrics.jsonl", metrics)
+        columns = [f"step {step:4d}"]
+        if step > 0:
+            columns.append(f"reward {metrics['reward']:.3f}")
+            columns.append(f"e_B {metrics['ess']:.4f}")
+            columns.append(f"KL {metrics['kl']:.1e}")
+            columns.append(f"tokens {metrics['response_tokens']:.1f}")
+        if step > self.done:
+            columns.append(f"{now - self.start_of_step:.1f} s")
+            left = (self.steps - step) * (now - self.start) / (step - self.done)
+            columns.append(f"{duration(left)} left")
+        if "heldout_greedy" in metrics:
+            columns.append(f"held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,")
+            columns.append(f"{metrics['heldout_greedy']:.3f} greedy")
+        print("  ".join(columns), flush=True)
+        self.start_of_step = now
 
     def append_samples(self, step: int, rollouts: Any) -> None:
         """The first response to each of rank 0's first two prompts, with their rewards.
@@ -142,12 +163,12 @@ class Log:
             self.append("samples.jsonl", sample)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Add a line to a file of the run. Raises Refused, as on a full disk."""
+        """Add a line to a file of the run. Raises Stopped, as on a full disk."""
         try:
             with open(self.out / name, "a") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise Refused(f"{self.out / name} cannot be written: {error}") from error
+            raise Stopped(f"{self.out / name} cannot be written: {error}") from error
 
     def finish(self) -> None:
         """The final table and curves.png, from metrics.jsonl, by rank 0."""
@@ -163,16 +184,18 @@ class Log:
         for phase in PHASES:
             seconds = sum(row[f"{phase}_seconds"] for row in steps)
             print(f"seconds in {phase:13}{'':8}{seconds:8.1f}")
+        print(f"{'seconds in all':24}{'':8}{time.perf_counter() - self.start:8.1f}")
         draw_curves(rows, self.out / "curves.png")
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 
 
-def accuracy_text(accuracy: dict[str, float]) -> str:
-    """The end of a printed line that has an evaluation."""
-    if not accuracy:
-        return ""
-    sampled, greedy = accuracy["heldout_pass@1"], accuracy["heldout_greedy"]
-    return f"  held-out pass@1 {sampled:.3f} sampled, {greedy:.3f} greedy"
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 40 s, 12 min, 3.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def keep_steps(path: Path, done: int) -> None:

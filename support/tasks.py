@@ -1,7 +1,7 @@
 """Tasks and models, as the user names them: problems, prompts, and what is refused.
 
-What counts as a correct answer is told by reward.py, which also finds the gold answer
-in a problem's row.
+reward.py decides what counts as a correct answer. It is asked here whether the gold
+answer of a problem can be read.
 """
 
 import functools
@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
+from reward import final_answer, score
 from support.command import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,6 +176,99 @@ def read_hub(source: str) -> list[dict[str, Any]]:
 def one_line(error: Exception) -> str:
     """An error's message without its line breaks."""
     return " ".join(str(error).split())
+
+
+def gold_answer(row: Row) -> str:
+    """The answer of a row, or the one that is marked in its worked solution."""
+    if row.answer:
+        return final_answer(row.answer).strip() or row.answer
+    return final_answer(row.solution).strip()
+
+
+def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
+    """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
+
+    The task's verifier accepts each gold answer as a response's. In the user's own
+    files a row that it does not accept is refused. In a hub dataset, which is not the
+    user's to correct, the row is left out, and counted on stderr.
+
+    Raises Refused, in one sentence, for an unknown task or split or a bad row.
+    """
+    verifier = task_of(name_or_path).verifier
+    source = source_of(name_or_path, split)
+    rows = load_rows(source)
+    golds = [gold_answer(row) for row in rows]
+    responses = (
+        golds if verifier == "exact" else [rf"\boxed{{{gold}}}" for gold in golds]
+    )
+    rewards = score(responses, golds, verifier)
+    problems = []
+    unreadable = []
+    for row, gold, reward in zip(rows, golds, rewards, strict=True):
+        if row.problem and reward:
+            problems.append({"prompt": row.problem, "answer": gold})
+        else:
+            unreadable.append(row)
+    if not rows:
+        raise Refused(f"{source} has no rows")
+    if unreadable:
+        note = (
+            f"{len(unreadable)} of the {len(rows)} rows of {source} have no problem "
+            f"with an answer that {verifier!r} can read; the first is row "
+            f"{rows.index(unreadable[0]) + 1}"
+        )
+        if isinstance(source, Path) or not problems:
+            raise Refused(
+                f"{note}: correct or remove them (its columns are prompt, problem or "
+                "question, and answer or solution)"
+            )
+        say_once(f"{note}: left out")
+    return problems
+
+
+class Split(NamedTuple):
+    """Problems of a task, ready to sample from."""
+
+    problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
+    prompts: list[list[int]]  # token ids, a prompt for each problem
+    verifier: str
+
+    def score(self, indices: list[int], responses: list[str]) -> list[float]:
+        """The reward of each response to the problems with these indices.
+
+        Each problem has equally many responses, which are neighbors.
+        """
+        samples = len(responses) // len(indices)
+        answers = []
+        for index in indices:
+            answers += [self.problems[index]["answer"]] * samples
+        return score(responses, answers, self.verifier)
+
+
+def load_split(
+    name_or_path: str,
+    tokenizer: Any,
+    split: str,
+    *,
+    limit: int = 0,
+    room: int,
+    drop_long: bool,
+) -> Split:
+    """The first `limit` problems of a task's split (0: all), with their prompts.
+
+    Prompts of more than `room` tokens are left out if `drop_long`. Raises Refused if
+    there are such prompts and not `drop_long`, or if none is left.
+    """
+    task = task_of(name_or_path)
+    problems, prompts = encode_problems(
+        load_task(name_or_path, split)[: limit or None],
+        tokenizer,
+        instruction=task.instruction,
+        room=room,
+        drop_long=drop_long,
+        name=f"{split} prompts of {name_or_path}",
+    )
+    return Split(problems, prompts, task.verifier)
 
 
 def encode_problems(

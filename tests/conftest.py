@@ -141,7 +141,7 @@ def replace_kernels_once():
 @pytest.fixture(scope="session")
 def group():
     """The mesh of this process, the only rank of a group that ends with its engines."""
-    from rollout import init_distributed
+    from support.machine import init_distributed
 
     replace_kernels_once()
     return init_distributed()

@@ -20,8 +20,9 @@ from transformers import AutoTokenizer
 
 from loss import p3o
 from policy import Policy, build_policy, full_weights
-from rollout import Rollouts, init_distributed
+from rollout import Rollouts
 from support.checkpoints import save_model
+from support.machine import init_distributed
 from train import Config, update
 
 GROUP_SIZE = 4
@@ -33,7 +34,7 @@ MICRO_BATCHES = [ROW, 300, WHOLE]
 def gradient_of(
     policy: Policy,
     rollouts: Rollouts,
-    loss_fn: Callable = p3o,
+    objective: Callable = p3o,
     **settings: Any,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient that `update` hands to the optimizer, and its statistics.
@@ -51,7 +52,7 @@ def gradient_of(
     cfg = Config(**{"max_grad_norm": 1e9} | settings)
     rows = torch.arange(len(rollouts.text))
     policy.zero_grad()  # of an update that was stopped
-    stats = update(policy, optimizer, loss_fn, rollouts, rows, cfg, step=7)
+    stats = update(policy, optimizer, objective, rollouts, rows, cfg, step=7)
     [gradient] = found
     return gradient, stats
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policy import build_policy
 from support.checkpoints import load_checkpoint, save_checkpoint, save_model
-from support.command import Refused
+from support.command import Refused, Stopped
 from support.log import Log, keep_steps
 
 
@@ -43,7 +43,7 @@ def trained(group):
 
 def loaded_step(out: Path, policy: Any, optimizer: Any) -> int:
     """The step of the newest checkpoint; all weights are equal to it, as saved."""
-    step, _ = load_checkpoint(out, policy, optimizer)
+    step, _, _ = load_checkpoint(out, policy, optimizer)
     for weight in policy.parameters():
         assert (weight.full_tensor() == step).all()
     return step
@@ -53,7 +53,7 @@ def test_the_newest_two_checkpoints_stay(trained, tmp_path):
     policy, optimizer, set_weights = trained
     for step in 8, 9, 10:
         set_weights(step)
-        save_checkpoint(tmp_path, step, policy, optimizer, [])
+        save_checkpoint(tmp_path, step, policy, optimizer, [], {})
     assert names(tmp_path) == ["step-000009", "step-000010"]
     assert loaded_step(tmp_path, policy, optimizer) == 10
 
@@ -78,7 +78,7 @@ def test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works(
     policy, optimizer, set_weights = trained
     for step in 1, 2:
         set_weights(step)
-        save_checkpoint(tmp_path, step, policy, optimizer, [])
+        save_checkpoint(tmp_path, step, policy, optimizer, [], {})
     (tmp_path / "checkpoints/unfinished").mkdir()  # of an earlier kill
     original, calls = getattr(owner, name), []
 
@@ -91,23 +91,25 @@ def test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works(
     set_weights(3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(owner, name, ends_here)
-        save_checkpoint(tmp_path, 3, policy, optimizer, [])
+        save_checkpoint(tmp_path, 3, policy, optimizer, [], {})
     assert loaded_step(tmp_path, policy, optimizer) == newest
     set_weights(4)
-    save_checkpoint(tmp_path, 4, policy, optimizer, [])
+    save_checkpoint(tmp_path, 4, policy, optimizer, [], {})
     assert names(tmp_path)[-1] == "step-000004"
     assert loaded_step(tmp_path, policy, optimizer) == 4
 
 
-def test_moments_and_waiting_rollouts_come_back_bit_for_bit(
+def test_moments_metrics_and_waiting_rollouts_come_back_bit_for_bit(
     trained, engine, policy, prompts, tmp_path
 ):
     sharded, optimizer, _ = trained
     rollouts = engine.sample(prompts[:3], 2, [10, 20, 30], max_tokens=64)
-    save_checkpoint(tmp_path, 1, sharded, optimizer, [rollouts])
+    metrics = {"step": 1, "weight_version": "0", "reward": 0.1}
+    save_checkpoint(tmp_path, 1, sharded, optimizer, [rollouts], metrics)
     moments = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
     optimizer.step()
-    _, [waiting] = load_checkpoint(tmp_path, sharded, optimizer)
+    step, restored, [waiting] = load_checkpoint(tmp_path, sharded, optimizer)
+    assert (step, restored) == (1, metrics)
     for state, expected in zip(optimizer.state.values(), moments, strict=True):
         assert torch.equal(state["exp_avg_sq"].full_tensor(), expected.full_tensor())
     for name, value in vars(rollouts).items():
@@ -145,16 +147,16 @@ def test_a_checkpoint_that_cannot_be_written_is_a_sentence_and_the_others_stay_w
 ):
     policy, optimizer, set_weights = trained
     set_weights(1)
-    save_checkpoint(tmp_path, 1, policy, optimizer, [])
+    save_checkpoint(tmp_path, 1, policy, optimizer, [], {})
     set_weights(2)
     rollouts = SimpleNamespace(tokens=torch.zeros(waiting * MEGABYTE // 4))
-    with files_of_at_most(limit * MEGABYTE), pytest.raises(Refused) as refused:
-        save_checkpoint(tmp_path, 2, policy, optimizer, [rollouts])
+    with files_of_at_most(limit * MEGABYTE), pytest.raises(Stopped) as refused:
+        save_checkpoint(tmp_path, 2, policy, optimizer, [rollouts], {})
     sentence = str(refused.value)
     assert "\n" not in sentence
     assert sentence.startswith("step 2: the checkpoint cannot be written to ")
     assert loaded_step(tmp_path, policy, optimizer) == 1
-    save_checkpoint(tmp_path, 2, policy, optimizer, [])
+    save_checkpoint(tmp_path, 2, policy, optimizer, [], {})
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
@@ -164,7 +166,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rollouts-0.pt"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rank-0.pt"])
 def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_can_be(
     name,
     damage,
@@ -174,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_can_be(
     policy, optimizer, set_weights = trained
     for step in 1, 2:
         set_weights(step)
-        save_checkpoint(tmp_path, step, policy, optimizer, [])
+        save_checkpoint(tmp_path, step, policy, optimizer, [], {})
     newest = tmp_path / "checkpoints/step-000002"
     damage(newest / name)
     with pytest.raises(Refused) as refused:
@@ -189,8 +191,8 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_can_be(
 
 def test_a_log_that_cannot_be_written_is_a_sentence(group, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(" " * 1000)
-    log = Log(tmp_path, tokenizer=None, group_size=2, done=0)
-    with files_of_at_most(1000), pytest.raises(Refused, match="cannot be written: "):
+    log = Log(tmp_path, tokenizer=None, group_size=2, steps=1, done=0)
+    with files_of_at_most(1000), pytest.raises(Stopped, match="cannot be written: "):
         log.append("metrics.jsonl", {"step": 1})
 
 
@@ -200,7 +202,7 @@ def test_a_model_that_cannot_be_written_is_a_sentence_and_leaves_no_model(
     model = AutoModelForCausalLM.from_pretrained("tiny")
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     weights = model.state_dict().items()
-    with files_of_at_most(MEGABYTE), pytest.raises(Refused) as refused:
+    with files_of_at_most(MEGABYTE), pytest.raises(Stopped) as refused:
         save_model(model, weights, tokenizer, tmp_path / "model")
     sentence = str(refused.value)
     assert sentence.startswith(f"the model cannot be written to {tmp_path}/model: ")

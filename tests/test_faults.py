@@ -12,8 +12,8 @@ import torch
 from conftest import NONE_COMPLETE
 
 import train
-from reward import load_task
-from support.command import Refused
+from support.command import Stopped
+from support.tasks import load_task
 
 SHORT = ["--prompts_per_step=4", "--group_size=2"]
 
@@ -22,7 +22,7 @@ SHORT = ["--prompts_per_step=4", "--group_size=2"]
     "steps, error, sentence",
     [
         (4, FloatingPointError, "step 3: e_B is not finite"),
-        (2, Refused, "after the sync of weights 2, engine and policy differ by inf"),
+        (2, Stopped, "after the sync of weights 2, engine and policy differ by inf"),
     ],
 )
 def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_last_sync(

@@ -8,10 +8,10 @@ from conftest import ROOT
 from launch import ENVIRONMENT
 
 import support.checkpoints
-import support.cpu
+import support.machine
 from eval import EvalConfig
 from support.command import Refused, parse_flags
-from train import Config, find_loss
+from train import Config, find_objective
 
 SLOW = " (bfloat16 is slow on this CPU)"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -33,7 +33,7 @@ def refusal(*flags: str) -> str:
     """The sentence that refuses these flags of train.py."""
     with pytest.raises(Refused) as refused:
         cfg = parse_flags(Config, list(flags))
-        find_loss(cfg.objective, cfg.objective_args)
+        find_objective(cfg.objective, cfg.objective_args)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -136,7 +136,7 @@ def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe
 def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8" if "8gpu" in path.stem else "1")
     cfg = parse_flags(Config, [f"--config={path}"])
-    find_loss(cfg.objective, cfg.objective_args)
+    find_objective(cfg.objective, cfg.objective_args)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_cache_that_holds_no_response_is_one_line_though_vllm_finds_it_out():
 def test_auto_avoids_bfloat16_where_it_is_slow_and_a_run_says_what_it_samples_in(
     is_slow, flags, sampled_in, note, group, monkeypatch, tmp_path, capsys
 ):
-    for module in support.cpu, support.checkpoints:
+    for module in support.machine, support.checkpoints:
         monkeypatch.setattr(module, "bfloat16_is_slow", lambda: is_slow)
     cfg = parse_flags(Config, [f"--out_dir={tmp_path}/run", *flags])
     support.checkpoints.make_out_dir(cfg)

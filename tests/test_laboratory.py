@@ -132,7 +132,7 @@ def test_step_where_signal_skips_the_optimizer_where_all_advantages_are_0(monkey
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
 
-    def update(policy, optimizer, loss_fn, rollouts, rows, cfg, step):
+    def update(policy, optimizer, objective, rollouts, rows, cfg, step):
         weight.grad = torch.ones(1)
         optimizer.step()
 

@@ -5,6 +5,7 @@ Each test here is about one line of the loop that such a fault can hide in.
 """
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from eval import EvalConfig, evaluate, load_benchmarks
 from experiments.objectives import dapo
-from reward import Split, load_task, score
+from reward import score
 from rollout import Rollouts
 from support.command import Refused, parse_flags
 from support.log import Log
+from support.tasks import Split, load_task
 from train import (
     Config,
     build_engines,
@@ -58,7 +60,7 @@ def few(heldout) -> Split:
 def tiny() -> SimpleNamespace:
     """The embedded task: its problems to train on, and a log for sample_batch."""
     tokenizer, problems, _, _ = load_data(Config())
-    return SimpleNamespace(train=problems, log=Log(Path(), tokenizer, 4, done=0))
+    return SimpleNamespace(train=problems, log=Log(Path(), tokenizer, 4, 1, done=0))
 
 
 def batch_of(engine, tiny, step: int = 1, **settings: Any) -> Rollouts:
@@ -205,13 +207,13 @@ def record(train_here, monkeypatch) -> Any:
     def run(*flags: str) -> SimpleNamespace:
         seen = SimpleNamespace(updates=[], batches={})
 
-        def recording_update(policy, optimizer, loss_fn, rollouts, rows, cfg, step):
+        def recording_update(policy, optimizer, objective, rollouts, rows, cfg, step):
             of_weights = dict(optimizer.param_groups[0])
-            stats = update(policy, optimizer, loss_fn, rollouts, rows, cfg, step)
+            stats = update(policy, optimizer, objective, rollouts, rows, cfg, step)
             seen.updates.append(
                 SimpleNamespace(
                     step=step,
-                    loss_fn=loss_fn,
+                    objective=objective,
                     rollouts=rollouts,
                     rows=rows,
                     stats=stats,
@@ -232,7 +234,7 @@ def record(train_here, monkeypatch) -> Any:
             before, *seen.metrics = train_here(
                 # In step 1 of seed 0 no group would have a signal at SOME_COMPLETE.
                 *("--prompts_per_step=4", "--group_size=4", "--seed=1"),
-                *("--learning_rate=2e-3", "--warmup_steps=0"),
+                *("--learning_rate=2e-3", "--warmup_updates=0"),
                 *("--rollout_dtype=float32", NONE_COMPLETE),
                 *flags,
             )
@@ -259,8 +261,8 @@ def test_every_update_has_the_objective_of_the_run(record):
     args = "--objective_args=eps_high=0.4"
     run = record("--steps=1", "--objective=experiments.objectives:dapo", args)
     for updated in run.updates:
-        assert updated.loss_fn.func is dapo
-        assert updated.loss_fn.keywords == {"eps_high": 0.4}
+        assert updated.objective.func is dapo
+        assert updated.objective.keywords == {"eps_high": 0.4}
 
 
 def test_each_pass_goes_through_every_response_once(record):
@@ -294,7 +296,7 @@ def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record
     assert [updated.step for updated in run.updates] == [1] * 4 + [2] * 4
     for row in run.metrics:
         of_step = [up.stats for up in run.updates if up.step == row["step"]]
-        for name in "loss", "kl", "ess", "ratio", "clip_fraction", "grad_norm":
+        for name in "loss", "kl", "ess", "ratio", "above_ess", "grad_norm":
             mean = sum(stats[name] for stats in of_step) / 4
             assert row[name] == pytest.approx(mean, rel=1e-6), name
         assert row["ess_min"] == min(stats["ess"] for stats in of_step)
@@ -317,7 +319,12 @@ def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record
 
 def test_the_rate_warms_up_over_updates_and_weights_decay_as_configured(record):
     run = record(
-        *("--steps=2", "--warmup_steps=3", "--learning_rate=0.1", "--weight_decay=0.3")
+        *(
+            "--steps=2",
+            "--warmup_updates=3",
+            "--learning_rate=0.1",
+            "--weight_decay=0.3",
+        )
     )
     rates = [updated.rate for updated in run.updates]
     assert rates == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.1])
@@ -350,7 +357,7 @@ def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
 ):
     # Neither depends on how rollouts are sampled.
     cfg = Config(temperature=1.4, top_p=0.5, policy_temperature=0.8)
-    evaluate_policy(engine, policy, few, cfg)
+    evaluate_policy(engine, policy, few, cfg, step=3)
     assert [call["temperature"] for call in asked] == [0.8, 0.0]
     for call in asked:
         assert call["prompts"] == few.prompts
@@ -393,7 +400,7 @@ def test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8(monke
 
 
 SHORT = [
-    *("--prompts_per_step=16", "--learning_rate=4e-4", "--warmup_steps=2"),
+    *("--prompts_per_step=16", "--learning_rate=4e-4", "--warmup_updates=2"),
     # 63 problems cannot be shared out equally.
     *("--eval_every=0", "--eval_problems=63"),
     # In bfloat16 a batch of another size rounds otherwise, which flips single samples.
@@ -436,10 +443,12 @@ def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run
     lines = [line for line in printed.splitlines() if line.strip()]
     steps = [int(line.split()[1]) for line in lines if line.startswith("step")]
     assert steps == list(range(5))  # 0 is before training
-    # The others: where it writes, a head, two accuracies, four phases, its files.
-    assert len(lines) == 1 + 5 + 1 + 2 + 4 + 1, printed
+    # The others: where it writes, what the columns are, a head, two accuracies, four
+    # phases and all of it, its files.
+    assert len(lines) == 2 + 5 + 1 + 2 + 5 + 1, printed
     before, last = run.metrics[0], run.metrics[-1]
-    assert f"  e_B {last['ess']:.4f}  KL {last['kl']:.1e}  " in lines[5]
+    assert f"  e_B {last['ess']:.4f}  KL {last['kl']:.1e}  " in lines[6]
+    assert re.search(r" \d+\.\d s  0 s left  held-out pass@1 ", lines[6])
     for name, title in ("pass@1", "sampled"), ("greedy", "greedy "):
         values = before[f"heldout_{name}"], last[f"heldout_{name}"]
         assert "held-out pass@1, {}{:8.3f}{:8.3f}".format(title, *values) in lines

@@ -280,12 +280,12 @@ def test_yoked_ess_takes_another_runs_e_b_update_by_update(tmp_path: Path) -> No
 
 
 def test_an_objective_is_found_by_its_name_or_by_module_and_name() -> None:
-    from train import find_loss
+    from train import find_objective
 
     batch = make_batch(22)
-    grpo = find_loss("grpo", {})
+    grpo = find_objective("grpo", {})
     assert_same_outcome(run(grpo, batch, E_B), expected("grpo", batch, E_B))
-    tis = find_loss("experiments.objectives:tis", {"C": 1.0})
+    tis = find_objective("experiments.objectives:tis", {"C": 1.0})
     assert_same_outcome(run(tis, batch, E_B), expected("tis", batch, E_B, C=1.0))
 
 
@@ -304,7 +304,7 @@ def test_an_objective_that_is_not_there_or_does_not_take_that_is_refused(
     name: str, hyper_parameters: dict[str, float]
 ) -> None:
     from support.command import Refused
-    from train import find_loss
+    from train import find_objective
 
     with pytest.raises(Refused, match=f"objective '{name}'"):
-        find_loss(name, hyper_parameters)
+        find_objective(name, hyper_parameters)

@@ -143,6 +143,26 @@ def test_a_run_is_evaluated_and_saved_every_so_many_steps_and_after_the_last(run
     assert names(run) == ["step-000004", "step-000005"]  # the newest two of 2, 4, 5
 
 
+def test_an_evaluation_that_fails_costs_no_step(run, train_here, tmp_path, monkeypatch):
+    evaluate_policy = train.evaluate_policy
+
+    def fail_after_training(evaluator, policy, heldout, cfg, step):
+        if step == 5:
+            raise MemoryError
+        return evaluate_policy(evaluator, policy, heldout, cfg, step)
+
+    out = tmp_path / "failed"
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(train, "evaluate_policy", fail_after_training)
+        train_here(*FINISHED, out_dir=out)
+    assert names(out) == ["step-000004", "step-000005"]
+    assert (out / "model").is_dir()
+    # The line of step 5 is written by the resumed run, with the evaluation.
+    assert [row["step"] for row in read_metrics(out)] == [0, 1, 2, 3, 4]
+    train_here(*FINISHED, "--resume", out_dir=out)
+    assert_same_run(out, run)
+
+
 def test_an_out_dir_that_exists_is_refused_without_resume(run):
     assert "exists: choose another, or --resume" in refusal_of(
         train, f"--out_dir={run}"
@@ -158,19 +178,20 @@ def test_resume_needs_an_out_dir_with_a_complete_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "flags, ranks, sentence",
     [
+        ("--steps=4", 1, "{run} has made 5 steps; steps is 4"),
         ("--lag=1", 1, "lag was 0 in"),
         ("--objective_args=eps=0.4", 1, "objective_args was {} in"),
         ("--steps=9", 2, "ranks was 1 in"),  # more steps would be taken
         ("--steps=9 --lag=1", 1, "steps was 5 in"),  # but not with a lag
     ],
 )
-def test_resume_refuses_a_changed_field_and_another_number_of_ranks(
+def test_resume_refuses_fewer_steps_a_changed_field_and_another_number_of_ranks(
     flags, ranks, sentence, run, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     resumed = [*FINISHED, f"--out_dir={run}", "--resume"]
     refused = refusal_of(train, *resumed, *flags.split())
-    assert refused.startswith(f"--resume: {sentence}")
+    assert refused.startswith(f"--resume: {sentence.format(run=run)}")
 
 
 def test_a_finished_run_resumed_with_other_memory_writes_its_model_again_and_no_line(

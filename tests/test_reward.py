@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from reward import last_box, load_task, score
+from reward import last_box, score
 from support import judge
 from support.command import Refused
 from support.tasks import (
@@ -22,6 +22,7 @@ from support.tasks import (
     encode_problems,
     encode_prompt,
     load_rows,
+    load_task,
     task_of,
 )
 

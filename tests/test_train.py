@@ -64,7 +64,7 @@ def plain_update(
         "ess": e_b,
         "kl": kl.mean(),
         "ratio": rho.mean(),
-        "clip_fraction": (rho > e_b).float().mean(),
+        "above_ess": (rho > e_b).float().mean(),
         "mismatch_mean": log_rho.abs().mean(),
         "grad_norm": gradient.norm(),
     }
@@ -100,7 +100,7 @@ def stale(engine, prompts, tmp_path_factory) -> SimpleNamespace:
     gradient, stats = plain_update(model, rollouts)
     # e_B cuts many weights, and the KL counts: a wrong e_B or KL shows.
     assert 0.1 < stats["ess"] < 0.94
-    assert 0.05 < stats["clip_fraction"] < 0.95
+    assert 0.05 < stats["above_ess"] < 0.95
     assert stats["kl"] > 0.01
     return SimpleNamespace(
         folder=folder,

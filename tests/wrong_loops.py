@@ -96,7 +96,9 @@ LOG_PI_B = (
     "test_log_pi_b_is_after_the_temperature_and_the_trainer_agrees_on_every_token"
 )
 TOP_TOKENS = "test_rollout.test_the_k_likeliest_tokens_of_pi_b_are_listed_in_order"
-RESTORED = "test_checkpoints.test_moments_and_waiting_rollouts_come_back_bit_for_bit"
+RESTORED = (
+    "test_checkpoints.test_moments_metrics_and_waiting_rollouts_come_back_bit_for_bit"
+)
 ENDS_EARLY = (
     "test_checkpoints."
     "test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works"
@@ -105,7 +107,8 @@ NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
 
 # Lines that several mistakes are about.
 MINIBATCHES = "rows_of_rank.chunk(cfg.minibatches)"
-SUMS = "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)"
+SUMS = "sums += ratio_sums(logp - part.logp_behavior, part.mask)"
+SUMS_OF_LAST = "sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)"
 SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
 
 MISTAKES: dict[str, Mistake] = {
@@ -155,13 +158,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: rewards and advantages
     "the answers of other problems": Mistake(
-        reward.Split.score,
+        support.tasks.Split.score,
         "self.problems[index]",
         "self.problems[index - 1]",
         ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
     "the verifier of another task": Mistake(
-        reward.load_split,
+        support.tasks.load_split,
         "task.verifier",
         '"exact"',
         ["test_loop.test_answers_are_checked_by_the_verifier_of_the_task"],
@@ -188,7 +191,7 @@ MISTAKES: dict[str, Mistake] = {
         [ADVANTAGE],
     ),
     "the task's instruction left out": Mistake(
-        reward.load_split, "task.instruction", "None", [PROMPTS]
+        support.tasks.load_split, "task.instruction", "None", [PROMPTS]
     ),
     "a base model's beginning-of-sequence token left out": Mistake(
         support.tasks.encode_prompt,
@@ -220,30 +223,30 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "micro-batches larger than allowed": Mistake(
         train.micro_batches,
-        "max(1, max_tokens // int(longest))",
-        "1 + max_tokens // int(longest)",
+        "max(1, max_tokens // int(longest_sequence))",
+        "1 + max_tokens // int(longest_sequence)",
         [EACH_RESPONSE],
     ),
     "as many micro-batches as a rank needs by itself": Mistake(
         train.micro_batches,
-        "dist.all_reduce(longest, dist.ReduceOp.MAX)",
+        "dist.all_reduce(longest_sequence, dist.ReduceOp.MAX)",
         "pass",
         ["test_train.test_ranks_make_equally_many_micro_batches_as_the_longest_allows"],
     ),
     "every micro-batch computed twice": Mistake(
         train.update,
-        "output if part is parts[-1] else policy(part)",
+        "output_of_last if part is last else policy(part)",
         "policy(part)",
         ["test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass"],
     ),
     # train.py: e_B
     "the sums of the last micro-batch alone": Mistake(
-        train.update, SUMS, SUMS.replace("+=", "="), [BATCH]
+        train.update, SUMS_OF_LAST, SUMS_OF_LAST.replace("+=", "="), [BATCH]
     ),
     "a micro-batch's sums left out": Mistake(
         train.update,
         SUMS,
-        f"if part is parts[-1] or part is not parts[0]: {SUMS}",
+        f"if part is not others[0]: {SUMS}",
         [BATCH],
     ),
     "the sums of a rank's own tokens": Mistake(
@@ -251,8 +254,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "log pi of padding in the sums": Mistake(
         train.update,
-        SUMS,
-        SUMS.replace("part.mask", "torch.ones_like(part.mask)"),
+        SUMS_OF_LAST,
+        SUMS_OF_LAST.replace("last.mask", "torch.ones_like(last.mask)"),
         [BATCH],
     ),
     "|B| of one rank": Mistake(
@@ -268,11 +271,8 @@ MISTAKES: dict[str, Mistake] = {
         "policy.e_b = effective_sample_size(sums).item()",
         [BATCH],
     ),
-    "the graph of the first micro-batch kept": Mistake(
-        train.update,
-        "torch.set_grad_enabled(part is parts[-1])",
-        "torch.set_grad_enabled(part is parts[0])",
-        [BATCH],
+    "the last micro-batch left out of the gradient": Mistake(
+        train.update, "for part in (last, *others):", "for part in others:", [BATCH]
     ),
     # train.py: the gradient
     "the KL without its gradient": Mistake(
@@ -285,16 +285,16 @@ MISTAKES: dict[str, Mistake] = {
         train.update, "part.advantage, kl", "part.advantage.flip(0), kl", [BATCH]
     ),
     "the mean of the micro-batches' means": Mistake(
-        train.update, ".sum() / token_count", ".mean() / len(parts)", [BATCH]
+        train.update, ".sum() / token_count", ".mean() / (1 + len(others))", [BATCH]
     ),
     "the number of ranks left out": Mistake(
         train.update, "share * dist.get_world_size()", "share", [TWO_RANKS]
     ),
     "statistics of one rank": Mistake(
-        train.update, "dist.all_reduce(totals)", "pass", [TWO_RANKS]
+        train.update, "dist.all_reduce(total)", "pass", [TWO_RANKS]
     ),
     "statistics of the last micro-batch": Mistake(
-        train.update, "totals += of_tokens", "totals = of_tokens", [BATCH]
+        train.update, "totals[name] +=", "totals[name] =", [BATCH]
     ),
     "an update by an e_B that is not finite": Mistake(
         train.update, "if not math.isfinite(e_b):", "if False:", [NOT_FINITE]
@@ -319,25 +319,25 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: the loop
     "AdamW's default weight decay": Mistake(
-        train.main, "weight_decay=cfg.weight_decay, ", "", [RATES]
+        train.prepare_run, "weight_decay=cfg.weight_decay,", "", [RATES]
     ),
     "a warm-up that never ends": Mistake(
-        train.main,
-        "updates / max(1, cfg.warmup_steps)",
-        "1 / max(1, cfg.warmup_steps)",
+        train.set_learning_rate,
+        "(updates + 1) / max(1, cfg.warmup_updates)",
+        "1 / max(1, cfg.warmup_updates)",
         [RATES],
     ),
     "a warm-up over steps": Mistake(
-        train.main, "updates += 1", "updates = step", [RATES]
+        train.set_learning_rate, "+ updates_of_step", "", [RATES]
     ),
     "the objective ignored": Mistake(
-        train.main,
-        "find_loss(cfg.objective, cfg.objective_args)",
-        'find_loss("p3o", {})',
+        train.prepare_run,
+        "find_objective(cfg.objective, cfg.objective_args)",
+        'find_objective("p3o", {})',
         ["test_loop.test_every_update_has_the_objective_of_the_run"],
     ),
     "policy_temperature ignored": Mistake(
-        train.main, "cfg.policy_temperature", "1.0", [HOT_POLICY]
+        train.prepare_run, "cfg.policy_temperature", "1.0", [HOT_POLICY]
     ),
     "a queue that is one batch short": Mistake(
         train.main, "len(queue) <= cfg.lag", "len(queue) <= max(0, cfg.lag - 1)", [LAG]
@@ -360,15 +360,27 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the first sync unchecked": Mistake(
         train.main,
-        "first_distance = check_sync(engine, policy, train.prompts)",
-        "first_distance = 0.0",
+        "check_sync(engine, policy, run.train.prompts)\n    finish",
+        "finish",
         [KEEPS_WEIGHTS],
     ),
     "later syncs unchecked": Mistake(
         train.main,
-        "check_sync(engine, policy, train.prompts, first_distance)",
-        "pass",
+        "if is_due(SYNC_CHECK_EVERY, step, cfg):",
+        "if False:",
         [KEEPS_WEIGHTS],
+    ),
+    "one allowance for all dtypes": Mistake(
+        policy.check_sync,
+        'precision = "float32"',
+        'precision = "bfloat16"',
+        ["test_sync.test_in_float32_an_engine_that_is_one_update_behind_is_refused"],
+    ),
+    "an evaluation before the checkpoint": Mistake(
+        train.main,
+        "        if cfg.save_every and",
+        "        finish_step(step, metrics, run, cfg)\n        if cfg.save_every and",
+        ["test_resume.test_an_evaluation_that_fails_costs_no_step"],
     ),
     # train.py: evaluation
     "held-out accuracy at the temperature of the rollouts": Mistake(
@@ -388,8 +400,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an evaluator without the newest weights": Mistake(
         train.evaluate_policy,
-        SYNC.replace("engine", "evaluator").replace("str(step)", '"evaluation"'),
-        "hasattr(policy, 'sent') or evaluator.load_weights(full_weights(policy), 'e')"
+        SYNC.replace("engine", "evaluator"),
+        "hasattr(policy, 'sent') or evaluator.load_weights(full_weights(policy), '0')"
         "; policy.sent = True",
         [
             "test_sync."
@@ -410,22 +422,22 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # support/log.py
     "the largest e_B for the smallest": Mistake(
-        support.log.Log.step, 'min(stats["ess"]', 'max(stats["ess"]', [METRICS]
+        support.log.Log.metrics_of, 'min(stats["ess"]', 'max(stats["ess"]', [METRICS]
     ),
     "groups that are solved, not those with a signal": Mistake(
-        support.log.Log.step, "> groups.amin(dim=1)", "> 0", [METRICS]
+        support.log.Log.metrics_of, "> groups.amin(dim=1)", "> 0", [METRICS]
     ),
     "the longest response": Mistake(
-        support.log.Log.step, "length.mean()", "length.max()", [METRICS]
+        support.log.Log.metrics_of, "length.mean()", "length.max()", [METRICS]
     ),
     "the mismatch of the last update": Mistake(
-        support.log.Log.step,
-        'history[0]["mismatch_mean"]',
-        'history[-1]["mismatch_mean"]',
+        support.log.Log.metrics_of,
+        'updates[0]["mismatch_mean"]',
+        'updates[-1]["mismatch_mean"]',
         [METRICS],
     ),
     "the entropy of a response": Mistake(
-        support.log.Log.step,
+        support.log.Log.metrics_of,
         "-logp.sum().item() / length.sum().item()",
         "-(logp / length).mean().item()",
         [METRICS],
@@ -548,8 +560,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a resume that forgets the queue": Mistake(
         support.checkpoints.load_checkpoint,
-        'step-")), waiting',
-        'step-")), []',
+        'of_rank["waiting"]',
+        "[]",
         [RESTORED],
     ),
     "a resume that goes on from the oldest checkpoint": Mistake(

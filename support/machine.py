@@ -1,15 +1,54 @@
-"""What differs on a CPU: the dtypes, the share of the cores, the kept memory."""
+"""The machine: its ranks, and on a CPU the dtypes, the cores and the memory."""
 
 import ctypes
 import os
 
 import torch
+import torch.distributed as dist
+
+from support.command import Refused
 
 # Parameters of mallopt, as in glibc's malloc.h.
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 # Larger blocks are returned to the system when they are freed. glibc allows no more.
 LARGEST_KEPT = 32 * 2**20  # bytes
+
+
+def init_distributed() -> dist.DeviceMesh:
+    """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
+
+    The mesh is [nodes, ranks of a node]. Call this before building an Engine, which
+    would otherwise make a process group of its own, of the wrong size. Raises Refused
+    if torch is built for CUDA and finds no GPU.
+    """
+    if "RANK" not in os.environ:
+        # Not under torchrun. Port 0 is any free one.
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
+        )
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
+    if torch.cuda.is_available():
+        device_type = "cuda"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # We pass no device_id. With one torch would split NCCL's communicator for each
+        # group of the mesh and of vLLM, which has hung (pytorch issue 145376).
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    elif torch.version.cuda:
+        raise Refused(
+            f"torch is built for CUDA {torch.version.cuda} and finds no GPU that it "
+            "can use: look at nvidia-smi (is the driver older?) and at "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    else:
+        device_type = "cpu"
+        dist.init_process_group("gloo")
+        prepare_cpu(ranks_of_node)
+    return dist.init_device_mesh(
+        device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")
+    )
 
 
 def default_dtype() -> str:
