@@ -21,7 +21,7 @@ endif
 
 .PHONY: train test test-all compare reproduce bench gpu-check lint
 train: $(VENV)/installed
-	$(BIN)/torchrun --standalone train.py
+	$(BIN)/python train.py
 
 ifeq ($(REQUIREMENTS),requirements.txt)
 # The tests are of the CPU, in an environment of their own: they have many engines in a
@@ -49,13 +49,13 @@ bench: $(VENV)/installed
 
 # Then a run of train.py that evaluates by a second engine, saves, and goes on.
 gpu-check: $(VENV)/installed
-	$(BIN)/torchrun --standalone experiments/gpu_check.py --out runs/gpu-check.json
-	$(BIN)/torchrun --standalone experiments/gpu_check.py \
+	$(BIN)/python experiments/gpu_check.py --out runs/gpu-check.json
+	$(BIN)/python experiments/gpu_check.py \
 	    --rollout_quantization fp8_per_channel --out runs/gpu-check-fp8.json
 	rm -rf runs/gpu-check
-	$(BIN)/torchrun --standalone train.py --rollout_quantization fp8_per_channel \
+	$(BIN)/python train.py --rollout_quantization fp8_per_channel \
 	    --steps 2 --save_every 1 --out_dir runs/gpu-check
-	$(BIN)/torchrun --standalone train.py --rollout_quantization fp8_per_channel \
+	$(BIN)/python train.py --rollout_quantization fp8_per_channel \
 	    --steps 3 --save_every 1 --out_dir runs/gpu-check --resume
 
 lint: $(VENV)/installed

@@ -240,7 +240,14 @@ def prepare_run(cfg: Config) -> Run:
     if cfg.resume:
         step, metrics, waiting = load_checkpoint(out, policy, optimizer)
     return Run(
-        *(out, train, heldout, tokenizer, engine, evaluator, policy, optimizer),
+        out=out,
+        train=train,
+        heldout=heldout,
+        tokenizer=tokenizer,
+        engine=engine,
+        evaluator=evaluator,
+        policy=policy,
+        optimizer=optimizer,
         objective=objective,
         log=Log(out, tokenizer, cfg.group_size, cfg.steps, done=step),
         step=step,
