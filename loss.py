@@ -103,8 +103,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
     # A token that pi_theta cannot sample adds nothing: 0 log 0 is 0.
     log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
-    # Over all tokens -p + b sums to 0. It makes each summand 0 or more, and cancels the
-    # rounding of probabilities that do not quite sum to 1.
+    # Over all tokens -p + b sums to 0. With it each summand is 0 or more, and rounding
+    # cancels where probabilities do not quite sum to 1.
     listed = (p * log_ratio - p + b).sum(dim=-1)
     rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest
     return listed + rest
@@ -184,8 +184,7 @@ def main() -> None:
         log_ratio = torch.tensor([ratios]).log().requires_grad_()
         zeros, ones = torch.zeros(1, 4), torch.ones(1, 4)
         e_b = effective_sample_size(ratio_sums(log_ratio, ones.bool())).item()
-        # The gradient depends on rho alone, so we take log pi_b = 0. Then log pi_theta
-        # is log rho.
+        # The gradient depends on rho alone. With log pi_b = 0 log pi_theta is log rho.
         p3o(log_ratio, zeros, ones, zeros, e_b).sum().backward()
         weight = -log_ratio.grad[0, -1].item()
         batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"

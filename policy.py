@@ -21,7 +21,7 @@ CHUNK = 1024  # response tokens whose logits exist at the same time
 # in nats a token. Measured were 7e-6 in float32, 0.03 in bfloat16 and 0.17 in fp8
 # (SmolLM2-135M; the embedded policy has less). One update of the embedded default makes
 # about 0.001, and a layer without its weights several nats.
-SYNC_LIMITS = {"float32": 1e-4, "bfloat16": 0.15, "fp8": 0.4}
+SYNC_LIMITS = {"float32 on a CPU": 1e-4, "bfloat16 or TF32": 0.15, "fp8": 0.4}
 
 
 class Policy(torch.nn.Module):
@@ -171,11 +171,11 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     # A maximum over ranks may ignore NaN.
     distance = distance.nan_to_num(nan=torch.inf)
     dist.all_reduce(distance, dist.ReduceOp.MAX)
-    precision = "bfloat16"
+    precision = "bfloat16 or TF32"
     if engine.quantization != "none":
         precision = "fp8"
     elif engine.dtype == policy.dtype == torch.float32 and device.type == "cpu":
-        precision = "float32"  # On CUDA vLLM's kernels may multiply in TF32.
+        precision = "float32 on a CPU"  # On CUDA vLLM's kernels may use TF32.
     if distance > SYNC_LIMITS[precision]:
         raise Stopped(
             f"after the sync of weights {samples.weight_version}, engine and policy "

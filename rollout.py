@@ -66,10 +66,10 @@ def prompts_of_rank(prompt_count: int) -> range:
 
 
 def noise_seed(seed: int, place: int, samples: int) -> int:
-    """The seed of the first of so many samples of the prompt at `place` of a run.
+    """The seed of sample 0 of the prompt at `place` of a run; sample j has seed + j.
 
-    The engine adds j for sample j. So no two rollouts of a run have the same noise. The
-    first seed of a run is a random number, so that two runs hardly ever share noise.
+    Each prompt has `samples` of them, so no two rollouts of a run have the same noise.
+    The first seed of a run is a random number, so that two runs hardly ever share any.
     """
     return random.Random(seed).getrandbits(31) + place * samples
 
@@ -153,8 +153,8 @@ class Engine:
             reason, *_ = str(error).split(". ")
             raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}") from None
         if tp > 1 and not cuda:
-            # These ranks share memory by names that are the same in every run.
-            # Once the names are gone, the memory ends with the last process.
+            # These ranks have found their shared memory by its name. Without a name it
+            # is freed when the last of them ends, and a later run finds none of it.
             for segment in Path("/dev/shm").glob("*-cpushm*"):
                 segment.unlink(missing_ok=True)
         self.tokenizer = self.llm.get_tokenizer()

@@ -63,14 +63,14 @@ def main() -> None:
     check_sync(engine, policy, run.train.prompts)
     finish_step(run.step, run.metrics, run, cfg)
     for step in range(run.step + 1, cfg.steps + 1):
-        # 1 Rollout, 2 reward: sample ahead until `lag` batches wait behind this one. So
-        # at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
+        # 1 Rollout, 2 reward: the queue holds the batches of this step and of the next
+        # `lag`. So at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
 
-        # 3 Update: rank r of w has the groups r, r + w, ... So the minibatches, which
-        # are cut in order, have the same groups on any number of ranks.
+        # 3 Update: rank r of w has the groups r, r + w, ... of the batch, in order. So
+        # the first minibatch of all ranks has the first groups, whatever w is.
         engine.sleep()  # It lends its memory to the trainer.
         rows_of_rank = torch.arange(len(rollouts.text))
         minibatches = rows_of_rank.chunk(cfg.minibatches)
@@ -114,8 +114,8 @@ def update(
     *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
 
     # First e_B of the whole batch: no token has its weight before all have their rho.
-    # The graph of the last part is kept for its gradient. The others are computed again
-    # below, so a single part costs no second pass.
+    # Only the last part keeps its graph. The others are computed again below, now with
+    # a gradient. So a batch of one part costs one forward pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for part in others:
         with torch.no_grad():
@@ -132,7 +132,7 @@ def update(
             "e^350: lower the learning rate, and see ess_min of the steps before"
         )
 
-    # Then the gradient of (12), the mean over B, which is added up part by part.
+    # Then the gradient of (12). It adds up over the parts and the ranks.
     totals = defaultdict(float)  # of each statistic, over the tokens of B
     for part in (last, *others):
         logp, top_logp = output_of_last if part is last else policy(part)
@@ -174,7 +174,7 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problems_at(cfg.seed, len(train.prompts), places)
-    # The evaluations have seed 0, so the rollouts begin at 1.
+    # Evaluations have noise of seed 0, so the rollouts of seed 0 have that of 1.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -236,9 +236,9 @@ def prepare_run(cfg: Config) -> Run:
         weight_decay=cfg.weight_decay,
         fused=True,
     )
-    step, metrics, waiting = 0, {"step": 0}, []
+    step, metrics, queue = 0, {"step": 0}, []
     if cfg.resume:
-        step, metrics, waiting = load_checkpoint(out, policy, optimizer)
+        step, metrics, queue = load_checkpoint(out, policy, optimizer)
     return Run(
         out=out,
         train=train,
@@ -252,7 +252,7 @@ def prepare_run(cfg: Config) -> Run:
         log=Log(out, tokenizer, cfg.group_size, cfg.steps, done=step),
         step=step,
         metrics=metrics,
-        queue=deque(Rollouts(**fields) for fields in waiting),
+        queue=deque(Rollouts(**fields) for fields in queue),
     )
 
 
@@ -395,11 +395,11 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    A single response may be longer. How many a part holds is set by the longest prompt
-    with its response, on any rank. So every rank has equally many parts, as FSDP needs
-    all ranks in every forward pass. Every part has rows, as Config makes sure that
-    every rank has equally many prompts in a minibatch. Responses are sorted by length,
-    so that little of a part is padding. A collective.
+    A single response may be longer. The longest sequence of all ranks sets how many
+    responses a part holds. So every rank has equally many parts, as FSDP needs all
+    ranks in every forward pass. Every part has rows, as Config makes sure that every
+    rank has equally many prompts in a minibatch. Responses are sorted by length, so
+    that little of a part is padding. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()

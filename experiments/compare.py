@@ -6,7 +6,7 @@ P3O, GRPO and REINFORCE train the embedded policy on the same problems with the 
 noise, one run a core. Each batch is used 16 steps after it was sampled. One sees
 REINFORCE lose what it had, and P3O hold. FOLDER/compare.png (--folder) has accuracy and
 e_B by step, and the table at the end what the policies can do. One seed proves nothing:
-experiments/README.md has three.
+experiments/README.md has five.
 """
 
 import argparse

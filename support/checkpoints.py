@@ -99,12 +99,12 @@ def save_checkpoint(
     step: int,
     policy: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    waiting: Iterable[Any],
+    queue: Iterable[Any],
     metrics: dict[str, Any],
 ) -> None:
     """Write checkpoints/step-N, then delete all but the newest KEPT: a collective.
 
-    `waiting` are this rank's rollout.Rollouts that no step has used yet, and `metrics`
+    `queue` are this rank's rollout.Rollouts that no step has used yet, and `metrics`
     are the step's, which is logged only after this. A folder has its name only when it
     is complete, as a run may be killed at any moment. Raises Stopped where it cannot be
     written, as on a full disk.
@@ -114,7 +114,7 @@ def save_checkpoint(
     if rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
     weights, moments = get_state_dict(policy, optimizer)
-    of_rank = {"metrics": metrics, "waiting": [vars(batch) for batch in waiting]}
+    of_rank = {"metrics": metrics, "queue": [vars(batch) for batch in queue]}
     try:
         dist.barrier()
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished)
@@ -160,7 +160,7 @@ def load_checkpoint(
         optim_state_dict=state["optimizer"],
     )
     step = int(newest.name.removeprefix("step-"))
-    return step, of_rank["metrics"], of_rank["waiting"]
+    return step, of_rank["metrics"], of_rank["queue"]
 
 
 def last_line(error: BaseException) -> str:

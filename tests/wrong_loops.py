@@ -372,8 +372,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "one allowance for all dtypes": Mistake(
         policy.check_sync,
-        'precision = "float32"',
-        'precision = "bfloat16"',
+        'precision = "float32 on a CPU"',
+        'precision = "fp8"',
         ["test_sync.test_in_float32_an_engine_that_is_one_update_behind_is_refused"],
     ),
     "an evaluation before the checkpoint": Mistake(
@@ -560,7 +560,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a resume that forgets the queue": Mistake(
         support.checkpoints.load_checkpoint,
-        'of_rank["waiting"]',
+        'of_rank["queue"]',
         "[]",
         [RESTORED],
     ),
