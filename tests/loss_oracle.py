@@ -153,6 +153,92 @@ def cispo(tokens: list[Token], e_b: float, *, eps_high: float = 4.0) -> list[Ter
     return tis(tokens, e_b, C=1 + eps_high)
 
 
+def m2po(tokens: list[Token], e_b: float, *, tau: float = 0.04) -> list[Term]:
+    """arXiv 2510.01161, Algorithm 1: the farthest moved token goes, one at a time."""
+    left = [token for token in tokens if token.advantage * token.log_ratio > 0]
+    left.sort(key=lambda token: abs(token.log_ratio))
+    dropped = []
+    while left and math.fsum(t.log_ratio**2 for t in left) > tau * len(left):
+        dropped.append(left.pop())
+    weights = [
+        token.ratio * token.advantage * (token not in dropped) for token in tokens
+    ]
+    return [Term(-weight, -weight) for weight in weights]
+
+
+def a3po(
+    tokens: list[Token],
+    e_b: float,
+    *,
+    alpha: float = 0.5,
+    eps: float = 0.4,
+    cap: float = 5.0,
+) -> list[Term]:
+    """PPO's clipped loss in rho^(1 - alpha), times rho^alpha where that is at most cap.
+
+    The second factor is a constant of the gradient.
+    """
+    terms = []
+    for token in tokens:
+        weight = math.exp(alpha * token.log_ratio)
+        ratio = math.exp((1 - alpha) * token.log_ratio)
+        term = pessimistic(ratio, token.advantage, eps, eps)
+        weight *= weight <= cap
+        terms.append(Term(weight * term.value, weight * term.to_logp))
+    return terms
+
+
+def bapo(
+    tokens: list[Token], e_b: float, *, target: float = 0.5, high_max: float = 3.0
+) -> list[Term]:
+    """arXiv 2510.18927: the first pair of bounds that meets the target, or the last."""
+    pairs = [(60 + 5 * i, 120) for i in range(7)]
+    pairs += [(90, high) for high in range(130, round(100 * high_max) + 1, 10)]
+    for low, high in pairs:
+        positive, negative = 0.0, 0.0
+        for token in tokens:
+            positive += max(token.advantage, 0) * min(token.ratio, high / 100)
+            negative += max(-token.advantage, 0) * max(token.ratio, low / 100)
+        if positive >= target * (positive + negative):
+            break
+    return dapo(tokens, e_b, eps_low=1 - low / 100, eps_high=high / 100 - 1)
+
+
+def asymre(tokens: list[Token], e_b: float, *, delta: float = -0.1) -> list[Term]:
+    """arXiv 2506.20520: REINFORCE with a baseline that is lower by -delta."""
+    shifted = [token._replace(advantage=token.advantage - delta) for token in tokens]
+    return reinforce(shifted, e_b)
+
+
+def rec(tokens: list[Token], e_b: float, *, eps: float = 0.2) -> list[Term]:
+    """arXiv 2509.24203: REINFORCE where GRPO has a gradient."""
+    clipped = grpo(tokens, e_b, eps=eps)
+    terms = zip(reinforce(tokens, e_b), clipped, strict=True)
+    return [plain if each.to_logp else Term(0.0, 0.0) for plain, each in terms]
+
+
+def opmd(tokens: list[Token], e_b: float, *, tau: float = 0.2) -> list[Term]:
+    """arXiv 2501.12599, token by token: REINFORCE and a square around pi_b."""
+    terms = []
+    for token, plain in zip(tokens, reinforce(tokens, e_b), strict=True):
+        value = plain.value + tau / 2 * token.log_ratio**2
+        terms.append(Term(value, plain.to_logp + tau * token.log_ratio))
+    return terms
+
+
+def sapo(
+    tokens: list[Token], e_b: float, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> list[Term]:
+    """arXiv 2511.20347: the derivative of a sigmoid s is s (1 - s)."""
+    terms = []
+    for token in tokens:
+        tau = tau_pos if token.advantage > 0 else tau_neg
+        gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
+        weight = 4 * gate * (1 - gate) * token.ratio
+        terms.append(Term(-4 / tau * gate * token.advantage, -weight * token.advantage))
+    return terms
+
+
 LOSSES: dict[str, Callable[..., list[Term]]] = {
     "p3o": p3o,
     "reinforce": reinforce,
@@ -161,4 +247,11 @@ LOSSES: dict[str, Callable[..., list[Term]]] = {
     "gspo": gspo,
     "cispo": cispo,
     "tis": tis,
+    "m2po": m2po,
+    "a3po": a3po,
+    "bapo": bapo,
+    "asymre": asymre,
+    "rec": rec,
+    "opmd": opmd,
+    "sapo": sapo,
 }
