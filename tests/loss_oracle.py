@@ -166,28 +166,6 @@ def m2po(tokens: list[Token], e_b: float, *, tau: float = 0.04) -> list[Term]:
     return [Term(-weight, -weight) for weight in weights]
 
 
-def a3po(
-    tokens: list[Token],
-    e_b: float,
-    *,
-    alpha: float = 0.5,
-    eps: float = 0.4,
-    cap: float = 5.0,
-) -> list[Term]:
-    """PPO's clipped loss in rho^(1 - alpha), times rho^alpha where that is at most cap.
-
-    The second factor is a constant of the gradient.
-    """
-    terms = []
-    for token in tokens:
-        weight = math.exp(alpha * token.log_ratio)
-        ratio = math.exp((1 - alpha) * token.log_ratio)
-        term = pessimistic(ratio, token.advantage, eps, eps)
-        weight *= weight <= cap
-        terms.append(Term(weight * term.value, weight * term.to_logp))
-    return terms
-
-
 def bapo(
     tokens: list[Token], e_b: float, *, target: float = 0.5, high_max: float = 3.0
 ) -> list[Term]:
@@ -204,39 +182,47 @@ def bapo(
     return dapo(tokens, e_b, eps_low=1 - low / 100, eps_high=high / 100 - 1)
 
 
-def asymre(tokens: list[Token], e_b: float, *, delta: float = -0.1) -> list[Term]:
+# Of a single token
+
+
+def a3po(token: Token, alpha: float = 0.5, eps: float = 0.4, cap: float = 5.0) -> Term:
+    """PPO's clipped loss in rho^(1 - alpha), times rho^alpha where that is at most cap.
+
+    The second factor is a constant of the gradient.
+    """
+    weight = token.ratio**alpha
+    value, slope, _ = pessimistic(token.ratio / weight, token.advantage, eps, eps)
+    return Term(weight * value, weight * slope) if weight <= cap else Term(0.0, 0.0)
+
+
+def asymre(token: Token, delta: float = -0.1) -> Term:
     """arXiv 2506.20520: REINFORCE with a baseline that is lower by -delta."""
-    shifted = [token._replace(advantage=token.advantage - delta) for token in tokens]
-    return reinforce(shifted, e_b)
+    return Term((delta - token.advantage) * token.logp, delta - token.advantage)
 
 
-def rec(tokens: list[Token], e_b: float, *, eps: float = 0.2) -> list[Term]:
+def rec(token: Token, eps: float = 0.2) -> Term:
     """arXiv 2509.24203: REINFORCE where GRPO has a gradient."""
-    clipped = grpo(tokens, e_b, eps=eps)
-    terms = zip(reinforce(tokens, e_b), clipped, strict=True)
-    return [plain if each.to_logp else Term(0.0, 0.0) for plain, each in terms]
+    inside = token.advantage * token.log_ratio <= 0 or abs(token.ratio - 1) <= eps
+    return Term(-token.advantage * token.logp * inside, -token.advantage * inside)
 
 
-def opmd(tokens: list[Token], e_b: float, *, tau: float = 0.2) -> list[Term]:
+def opmd(token: Token, tau: float = 0.2) -> Term:
     """arXiv 2501.12599, token by token: REINFORCE and a square around pi_b."""
-    terms = []
-    for token, plain in zip(tokens, reinforce(tokens, e_b), strict=True):
-        value = plain.value + tau / 2 * token.log_ratio**2
-        terms.append(Term(value, plain.to_logp + tau * token.log_ratio))
-    return terms
+    value = -token.advantage * token.logp + tau / 2 * token.log_ratio**2
+    return Term(value, tau * token.log_ratio - token.advantage)
 
 
-def sapo(
-    tokens: list[Token], e_b: float, *, tau_pos: float = 1.0, tau_neg: float = 1.05
-) -> list[Term]:
+def sapo(token: Token, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Term:
     """arXiv 2511.20347: the derivative of a sigmoid s is s (1 - s)."""
-    terms = []
-    for token in tokens:
-        tau = tau_pos if token.advantage > 0 else tau_neg
-        gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
-        weight = 4 * gate * (1 - gate) * token.ratio
-        terms.append(Term(-4 / tau * gate * token.advantage, -weight * token.advantage))
-    return terms
+    tau = tau_pos if token.advantage > 0 else tau_neg
+    gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
+    slope = 4 * gate * (1 - gate) * token.ratio
+    return Term(-4 / tau * gate * token.advantage, -slope * token.advantage)
+
+
+def of_each(term_of: Callable[..., Term]) -> Callable[..., list[Term]]:
+    """The terms of all tokens, by a function of a single one."""
+    return lambda tokens, e_b, **options: [term_of(each, **options) for each in tokens]
 
 
 LOSSES: dict[str, Callable[..., list[Term]]] = {
@@ -248,10 +234,6 @@ LOSSES: dict[str, Callable[..., list[Term]]] = {
     "cispo": cispo,
     "tis": tis,
     "m2po": m2po,
-    "a3po": a3po,
     "bapo": bapo,
-    "asymre": asymre,
-    "rec": rec,
-    "opmd": opmd,
-    "sapo": sapo,
+    **{each.__name__: of_each(each) for each in (a3po, asymre, rec, opmd, sapo)},
 }
