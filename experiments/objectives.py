@@ -9,10 +9,6 @@ is 0 in all arguments, and train.py leaves its loss out before it sums.
 
 m2po and bapo decide on the whole batch. They see one micro-batch on one rank, so B has
 to be no more than that. All others give B's gradient however it is divided.
-
-Those from m2po on have one more deviation from their papers: the advantage is the one
-that all objectives here have, divided by its group's standard deviation. AsymRE, REC
-and OPMD have it undivided, as --scale_advantage false has.
 """
 
 import torch
@@ -241,7 +237,8 @@ def asymre(
     Groups whose responses are all alike have a signal too: the same as imitating pi_b.
     The default is that of Trinity-RFT; the paper's could not be read.
 
-    1. delta shifts the advantage, and so is in units of its group's standard deviation.
+    1. A is divided by the group's standard deviation, unless --scale_advantage is
+       false, and delta is subtracted after that.
 
     Padding has a gradient here, -delta, which train.py leaves out of its sum.
     """
@@ -261,6 +258,9 @@ def rec(
 
     REC-OneSide-NoIS, arXiv 2509.24203, by its authors' code in Trinity-RFT: clipping
     without importance weights.
+
+    1. A is divided by the group's standard deviation, unless --scale_advantage is
+       false.
     """
     rho = (logp - logp_behavior).exp()
     outside = (advantage > 0) & (rho > 1 + eps) | (advantage < 0) & (rho < 1 - eps)
@@ -282,6 +282,7 @@ def opmd(
     Trinity-RFT has it beside arXiv 2509.24203, whose coefficient of 0.1 is tau / 2.
 
     1. Kimi squares the sum of log rho over a response, and Trinity-RFT each token's.
+    2. A is divided by the group's standard deviation, as in `rec`.
     """
     return -advantage * logp + tau / 2 * (logp - logp_behavior).square()
 
