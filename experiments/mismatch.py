@@ -15,9 +15,9 @@ two parts have is made once. The parts:
                  runs, which need those of P3O in `grid`
     rates        two more learning rates where it matters, three seeds: 96 runs
     heat         remedies for hot rollouts, three seeds: 81 runs
-    neighbours   the objectives of papers that stand beside P3O's, under all MISMATCHES,
-                 and other statistics in place of e_B, where it breaks and at T = 1.6:
-                 three seeds, 391 runs. What is hardest comes first
+    neighbours   the objectives of papers that stand beside P3O's, three seeds; other
+                 statistics in place of e_B, three seeds where it breaks and at T = 1.6,
+                 and one elsewhere: 391 runs, the hardest first
 
 What a run does not set is EVERY_RUN and the defaults of train.py. Trainer and rollouts
 compute in float32, so that no result hangs on the CPU; only the engine of fp8 does not.
