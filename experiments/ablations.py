@@ -1,7 +1,7 @@
 r"""P3O with a part taken out or replaced: what are the cap, the KL and e_B good for?
 
-    torchrun train.py --objective experiments.ablations:cap_without_kl --lag 16
-    torchrun train.py --objective experiments.ablations:fixed_ess \
+    python train.py --objective experiments.ablations:cap_without_kl --lag 16
+    python train.py --objective experiments.ablations:fixed_ess \
         --objective_args level=0.9
 
 Each is a function of the five arguments of `loss.p3o`, and returns the loss of each
@@ -10,6 +10,7 @@ token, [N, T]. (12) and the other numbers are equations of arXiv 2605.12380.
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -115,11 +116,83 @@ def ess_where_signal(
     batch B has to be no more than that.
     """
     judged = advantage != 0
-    e_b = 1.0
-    if judged.any():
-        sums = ratio_sums(logp - logp_behavior, judged)
-        e_b = effective_sample_size(sums).item()
+    e_b = ess_of((logp - logp_behavior)[judged]) if judged.any() else 1.0
     return p3o(logp, logp_behavior, advantage, kl, e_b)
+
+
+def ess_of_responses(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
+    """(12) with e_B over responses: rho of one is the product of its tokens'.
+
+    A row is a response, and its padding has log rho = 0. B has to be one micro-batch on
+    one rank, as in `ess_where_signal`.
+    """
+    log_rho = (logp - logp_behavior).sum(dim=1)  # [N]
+    return p3o(logp, logp_behavior, advantage, kl, ess_of(log_rho))
+
+
+def ess_of_mean_ratios(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
+) -> Tensor:
+    """(12) with e_B over responses: rho of one is the geometric mean of its tokens'.
+
+    What counts as padding is a place where both log pi_b and the advantage are 0. So a
+    token of which pi_b is sure shortens its response, if that has no advantage. B has
+    to be one micro-batch on one rank.
+    """
+    length = ((logp_behavior != 0) | (advantage != 0)).sum(dim=1)  # [N]
+    log_rho = (logp - logp_behavior).sum(dim=1) / length.clamp(min=1)
+    return p3o(logp, logp_behavior, advantage, kl, ess_of(log_rho))
+
+
+def ess_of(log_rho: Tensor) -> float:
+    """e_B (11) of these log-ratios, whatever they are of."""
+    return effective_sample_size(
+        ratio_sums(log_rho, torch.ones_like(log_rho).bool())
+    ).item()
+
+
+def ess_to_a_power(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    power: float,
+) -> Tensor:
+    """(12) with e_B^power: above 1 it trusts the batch less, and below 1 more."""
+    return p3o(logp, logp_behavior, advantage, kl, e_b**power)
+
+
+class RecentEss:
+    """(12) with the mean e_B of the last `updates` updates, this one included.
+
+    A new update is known by its e_B, as in `YokedEss`. A run that is resumed begins
+    anew.
+    """
+
+    def __init__(self) -> None:
+        self.of_updates: list[float] = []
+
+    def __call__(
+        self,
+        logp: Tensor,
+        logp_behavior: Tensor,
+        advantage: Tensor,
+        kl: Tensor,
+        e_b: float,
+        *,
+        updates: int = 16,
+    ) -> Tensor:
+        if [e_b] != self.of_updates[-1:]:
+            self.of_updates.append(e_b)
+        level = mean(self.of_updates[-updates:])
+        return p3o(logp, logp_behavior, advantage, kl, level)
+
+
+recent_ess = RecentEss()
 
 
 class YokedEss:

@@ -28,6 +28,13 @@ COLORS = {
     "gspo": "#6A3D9A",
     "cispo": "#8C564B",
     "tis": "#9A8F00",
+    "m2po": "#1B7837",
+    "a3po": "#B8860B",
+    "bapo": "#2C7FB8",
+    "asymre": "#E7298A",
+    "rec": "#D95F02",
+    "opmd": "#7570B3",
+    "sapo": "#66A61E",
 }
 
 

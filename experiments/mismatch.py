@@ -15,6 +15,9 @@ two parts have is made once. The parts:
                  runs, which need those of P3O in `grid`
     rates        two more learning rates where it matters, three seeds: 96 runs
     heat         remedies for hot rollouts, three seeds: 81 runs
+    neighbours   the objectives of papers that stand beside P3O's, three seeds; other
+                 statistics in place of e_B, three seeds where it breaks and at T = 1.6,
+                 and one elsewhere: 391 runs, the hardest first
 
 What a run does not set is EVERY_RUN and the defaults of train.py. Trainer and rollouts
 compute in float32, so that no result hangs on the CPU; only the engine of fp8 does not.
@@ -79,6 +82,16 @@ OTHERS = ("p3o, k3", "p3o, is", "p3o, no cap", "dapo", "gspo", "cispo", "tis")
 CONSTANTS = ("p3o, e_B = 0.8", "p3o, e_B = 0.9", "p3o, e_B = 0.97")
 OWN_MEAN, YOKED = "p3o, own mean e_B", "p3o, yoked e_B"
 RAW = "p3o, raw log pi_b"
+# A-3PO's alpha follows from the lag. Where that is 0 or 1, it is GRPO 0.4.
+A3PO = "a3po"
+NEIGHBOURS = ("m2po", "bapo", "asymre", "rec", "opmd", "sapo")
+STATISTICS = (
+    "p3o, e_B of responses",
+    "p3o, e_B of mean ratios",
+    "p3o, recent e_B",
+    "p3o, e_B^0.5",
+    "p3o, e_B^8",
+)
 REMEDIES = (
     "p3o, KL at one heat",  # A in experiments/README.md
     "p3o, KL where signal",  # B
@@ -101,10 +114,10 @@ OBJECTIVES: dict[str, Flags] = {
     "p3o, k3": ablation("k3"),
     "p3o, is": ablation("importance_sampled"),
     "p3o, no cap": ablation("kl_without_cap"),
-    "dapo": {"objective": "experiments.objectives:dapo"},
-    "gspo": {"objective": "experiments.objectives:gspo"},
-    "cispo": {"objective": "experiments.objectives:cispo"},
-    "tis": {"objective": "experiments.objectives:tis"},
+    **{
+        name: {"objective": f"experiments.objectives:{name}"}
+        for name in ("dapo", "gspo", "cispo", "tis", A3PO, *NEIGHBOURS)
+    },
     "p3o, e_B = 0.8": ablation("fixed_ess", objective_args="level=0.8"),
     "p3o, e_B = 0.9": ablation("fixed_ess", objective_args="level=0.9"),
     "p3o, e_B = 0.97": ablation("fixed_ess", objective_args="level=0.97"),
@@ -115,13 +128,20 @@ OBJECTIVES: dict[str, Flags] = {
     "p3o, KL where signal": ablation("kl_where_signal"),
     "p3o, step where signal": {},
     "p3o, e_B where signal": ablation("ess_where_signal"),
+    "p3o, e_B of responses": ablation("ess_of_responses"),
+    "p3o, e_B of mean ratios": ablation("ess_of_mean_ratios"),
+    "p3o, recent e_B": ablation("recent_ess"),
+    "p3o, e_B^0.5": ablation("ess_to_a_power", objective_args="power=0.5"),
+    "p3o, e_B^8": ablation("ess_to_a_power", objective_args="power=8"),
 }
 # What no objective can reach: names of experiments/patched.py.
 PATCHES = {
     RAW: "raw_logprobs",
     "p3o, KL at one heat": "kl_at_rollout_temperature",
     "p3o, step where signal": "step_where_signal",
+    **dict.fromkeys(STATISTICS, "ess_used"),
 }
+HARDEST = ("lag 16", "16 updates", "T = 1.6", "lag 4")
 HOT = ("T = 1.2", "T = 1.6", "T = 1.2, lag 4")
 SOME = ("on-policy", "T = 1.6", "lag 16", "16 updates")
 at_rate = partial(cells_of, learning_rate=LEARNING_RATE)
@@ -138,6 +158,12 @@ PARTS: dict[str, list[Cell]] = {
     + cells_of(SOME, MAIN[:4], range(3), learning_rate=4e-4),
     "heat": at_rate((*HOT, "lag 4", "lag 16", "16 updates"), REMEDIES, range(3))
     + at_rate(HOT, [RAW], range(3)),
+    # The first seed of all comes first where most breaks.
+    "neighbours": at_rate(HARDEST, (*NEIGHBOURS, *STATISTICS), [0])
+    + at_rate(("lag 16", "lag 4", "T = 1.2, lag 4"), [A3PO], range(3))
+    + at_rate((*HARDEST, *BREAKING), STATISTICS, range(3))
+    + at_rate((*HARDEST, *MISMATCHES), NEIGHBOURS, range(3))
+    + at_rate(MISMATCHES, STATISTICS, [0]),
 }
 
 
@@ -155,6 +181,8 @@ def command_of(cell: Cell, done: Runs, folder: Path) -> list[str]:
     """
     flags = EVERY_RUN | MISMATCHES[cell.mismatch] | OBJECTIVES[cell.objective]
     flags |= {"learning_rate": cell.learning_rate, "seed": cell.seed}
+    if cell.objective == A3PO:
+        flags["objective_args"] = f"alpha={1 - 1 / flags['lag']}"
     if cell.objective == OWN_MEAN:
         _, ess = ess_of_p3o(cell, done)
         flags["objective_args"] = f"level={mean(ess):.4f}"

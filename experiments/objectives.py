@@ -1,10 +1,14 @@
-"""Four more objectives that P3O is compared with. Each names its source.
+"""More objectives that P3O is compared with. Each names its source.
 
-    torchrun train.py --objective experiments.objectives:dapo
-    torchrun train.py --objective experiments.objectives:tis --objective_args C=1
+    python train.py --objective experiments.objectives:dapo
+    python train.py --objective experiments.objectives:tis --objective_args C=1
 
 Each is a function of the five arguments of `loss.p3o`, and returns the loss of each
-token, [N, T]. None of them looks at the KL or at e_B. rho is pi_theta / pi_b.
+token, [N, T]. None of them looks at the KL or at e_B. rho is pi_theta / pi_b. Padding
+is 0 in all arguments, and train.py leaves its loss out before it sums.
+
+m2po and bapo decide on the whole batch. They see one micro-batch on one rank, so B has
+to be no more than that. All others give B's gradient however it is divided.
 """
 
 import torch
@@ -105,3 +109,204 @@ def cispo(
     itself.
     """
     return tis(logp, logp_behavior, advantage, kl, e_b, C=1 + eps_high)
+
+
+def m2po(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    tau: float = 0.04,
+) -> Tensor:
+    """-rho A, and 0 for the tokens that have moved most: [N, T].
+
+    M2PO, arXiv 2510.01161, Algorithm 1, as its authors' page shows it. It is about
+    tokens that have moved where their advantage pushes them: A > 0 and rho > 1, or
+    A < 0 and rho < 1. Of these the one with the largest (log rho)^2 is dropped until
+    the mean of (log rho)^2 over those that are left is at most tau. B is one part here.
+
+    1. The authors' code does not drop tokens one by one. It clips rho at one bound, and
+       never between 0.7 and 1.5.
+    2. AReaL's code drops tokens whatever the sign of A, by the ratio of the policy
+       before the update to pi_b.
+    """
+    log_rho = logp - logp_behavior
+    moved = (advantage * log_rho).detach() > 0  # [N, T]
+    squares, order = log_rho.detach()[moved].square().sort()  # [M] each
+    count = torch.arange(1, len(squares) + 1, device=squares.device)
+    # The means of the smallest squares can only grow.
+    kept = squares.cumsum(dim=0) / count <= tau
+    counts = torch.ones_like(moved)
+    counts[moved] = torch.empty_like(kept).scatter(0, order, kept)
+    return -log_rho.where(counts, 0.0).exp() * advantage * counts
+
+
+def a3po(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    alpha: float = 0.5,
+    eps: float = 0.4,
+    cap: float = 5.0,
+) -> Tensor:
+    """PPO's clipped loss around a policy between pi_b and pi_theta: [N, T].
+
+    A-3PO, AReaL's page on proximal log-probability approximation. It is decoupled PPO,
+    arXiv 2110.00641, without the pass over the batch that log pi_prox would take:
+
+        log pi_prox = log pi_b + alpha (sg(log pi_theta) - log pi_b)
+        loss = pi_prox / pi_b times the clipped loss in r = pi_theta / pi_prox
+
+    alpha is (d - 1) / d for data that are d updates old, and 0 for fresh data, where
+    this is GRPO's loss. What is clipped is rho^(1 - alpha), so the older the data, the
+    wider the range of rho. eps, cap and d = 2 are of AReaL's example.
+
+    1. alpha is one number for all data of a run, and AReaL's is each token's own.
+    2. A token with pi_prox / pi_b above cap has no loss, as in AReaL. Its example also
+       normalizes advantages over the batch.
+    """
+    log_rho = logp - logp_behavior
+    log_weight = alpha * log_rho.detach()  # log(pi_prox / pi_b)
+    weight = log_weight.exp()
+    loss = clipped_loss((log_rho - log_weight).exp(), advantage, eps, eps)
+    return torch.where(weight <= cap, weight * loss, 0.0)
+
+
+def bapo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    target: float = 0.5,
+    low: float = 0.6,
+    low_max: float = 0.9,
+    low_step: float = 0.05,
+    high: float = 1.2,
+    high_max: float = 3.0,
+    high_step: float = 0.1,
+) -> Tensor:
+    """The clipped loss, with bounds that give A > 0 its share of the batch: [N, T].
+
+    BAPO, arXiv 2510.18927, by its authors' code and README; the paper's own equations
+    could not be read. low and high are bounds of rho itself. A token counts
+    min(rho, high) A if A > 0, and max(rho, low) |A| if A < 0. First low rises, then
+    high, until the tokens with A > 0 have the share `target` of the sum. A higher low
+    drops more tokens with A < 0, but by this measure they count more, so that low rises
+    to its end or not at all. B is one part here.
+
+    1. The README's target is a share of the sum, 0.5. The code compares A > 0 with
+       A < 0, and asks for 1, which is the same, in its YAML, and for 0.5 in its script.
+    2. The ranges are the README's, which says that the paper has them, and the steps
+       the script's. The YAML's ranges end at 0.8 and 2.0, the script's at 0.95 and 2.0.
+    3. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
+    """
+    rho = (logp - logp_behavior).exp()
+
+    def share() -> Tensor:
+        bounded = torch.where(advantage > 0, rho.clamp(max=high), rho.clamp(min=low))
+        counted = bounded.detach() * advantage
+        return counted.clamp(min=0).sum() / counted.abs().sum()
+
+    # Without any advantage the share is NaN, and nothing is raised.
+    while share() < target and low < low_max:
+        low = min(low + low_step, low_max)
+    while share() < target and high < high_max:
+        high = min(high + high_step, high_max)
+    return clipped_loss(rho, advantage, 1 - low, high - 1)
+
+
+def asymre(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    delta: float = -0.1,
+) -> Tensor:
+    """-(A - delta) log pi_theta, REINFORCE with a baseline that is lower: [N, T].
+
+    AsymRE, arXiv 2506.20520, where A = r - (V + delta) with V the mean of the group.
+    Groups whose responses are all alike have a signal too: the same as imitating pi_b.
+    The default is that of Trinity-RFT; the paper's could not be read.
+
+    1. A is divided by the group's standard deviation, unless --scale_advantage is
+       false, and delta is subtracted after that.
+
+    Padding has a gradient here, -delta, which train.py leaves out of its sum.
+    """
+    return -(advantage - delta) * logp
+
+
+def rec(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps: float = 0.2,
+) -> Tensor:
+    """-A log pi_theta, and 0 where GRPO's loss has no gradient: [N, T].
+
+    REC-OneSide-NoIS, arXiv 2509.24203, by its authors' code in Trinity-RFT: clipping
+    without importance weights.
+
+    1. A is divided by the group's standard deviation, unless --scale_advantage is
+       false.
+    """
+    rho = (logp - logp_behavior).exp()
+    outside = (advantage > 0) & (rho > 1 + eps) | (advantage < 0) & (rho < 1 - eps)
+    return -advantage * logp * ~outside
+
+
+def opmd(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    tau: float = 0.2,
+) -> Tensor:
+    """-A log pi_theta + tau / 2 (log rho)^2: [N, T].
+
+    The gradient of online policy mirror descent in Kimi k1.5, arXiv 2501.12599, as
+    Trinity-RFT has it beside arXiv 2509.24203, whose coefficient of 0.1 is tau / 2.
+
+    1. Kimi squares the sum of log rho over a response, and Trinity-RFT each token's.
+    2. A is divided by the group's standard deviation, as in `rec`.
+    """
+    return -advantage * logp + tau / 2 * (logp - logp_behavior).square()
+
+
+def sapo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Tensor:
+    """-4 / tau sigmoid(tau (rho - 1)) A, clipping made smooth: [N, T].
+
+    SAPO, arXiv 2511.20347, by the pages of AReaL and Trinity-RFT, with tau_pos where
+    A > 0. The weight of a token is A at rho = 1, and next to nothing above rho = 10.
+
+    1. The paper averages over responses; here the mean is over tokens.
+    """
+    rho = (logp - logp_behavior).exp()
+
+    def gate(tau: float) -> Tensor:
+        return 4 / tau * (tau * (rho - 1)).sigmoid()
+
+    return -torch.where(advantage > 0, gate(tau_pos), gate(tau_neg)) * advantage

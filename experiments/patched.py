@@ -18,6 +18,7 @@ import vllm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import policy
 import train
+from experiments import ablations
 from support.command import parse_flags, run_script
 
 
@@ -75,7 +76,26 @@ def step_where_signal() -> None:
     train.update = update_where_signal
 
 
-CHANGES = (raw_logprobs, kl_at_rollout_temperature, step_where_signal)
+def ess_used() -> None:
+    """The metrics also have `ess_used`, which an ablation had in place of e_B.
+
+    It is the last one of an update. `ess` stays e_B over tokens.
+    """
+    p3o, update = ablations.p3o, train.update
+    used = []
+
+    def p3o_and_tell(*arguments: Any) -> torch.Tensor:
+        used.append(arguments[-1])
+        return p3o(*arguments)
+
+    def update_and_tell(*arguments: Any) -> dict[str, float]:
+        return update(*arguments) | {"ess_used": used[-1]}
+
+    ablations.p3o = p3o_and_tell
+    train.update = update_and_tell
+
+
+CHANGES = (raw_logprobs, kl_at_rollout_temperature, step_where_signal, ess_used)
 PATCHES = {change.__name__: change for change in CHANGES}
 
 if __name__ == "__main__":

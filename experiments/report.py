@@ -129,7 +129,7 @@ def table_of_runs(runs: Runs) -> str:
     """All measures, a row for each mismatch, learning rate and objective."""
     columns = (
         "mismatch, rate, objective, seeds, score, P3O minus it, sampled, greedy, "
-        "entropy, mean e_B, least e_B, collapsed"
+        "entropy, mean e_B, least e_B, mean in its place, collapsed"
     )
     rows = [columns.split(", ")]
     for mismatch in names_in(runs, "mismatch", MISMATCHES):
@@ -151,6 +151,10 @@ def table_of_runs(runs: Runs) -> str:
                 row = [mismatch, f"{rate:g}", objective, str(len(same))]
                 row += map(text_of, measures)
                 row += [f"{mean(map(mean, ess)):.3f}", f"{min(map(min, least)):.3f}"]
+                # What an objective had in place of e_B. Old runs do not say.
+                used = [run for run in same if any(run["metrics"].get("ess_used", []))]
+                values = [value for run in used for _, value in series(run, "ess_used")]
+                row.append(f"{mean(values):.3f}" if values else "")
                 rows.append([*row, str(sum(map(collapsed, same)))])
     return table(rows)
 
@@ -223,22 +227,22 @@ def weight_by_ratio(
 
 def draw_weights(path: Path) -> None:
     """The weight at A = 1, above 0, and at A = -1, below; and the pull of P3O's KL."""
-    figure, axes = panels(5)
+    figure, axes = panels(6)
     shown = [
         [("p3o", e_b) for e_b in (0.9, 0.5, 0.1)],
-        [("grpo", 1.0), ("dapo", 1.0), ("gspo", 1.0)],
-        [("cispo", 1.0), ("tis", 1.0)],
-        [("reinforce", 1.0)],
+        [(name, 1.0) for name in ("grpo", "dapo", "gspo")],
+        [(name, 1.0) for name in ("cispo", "tis", "sapo")],
+        [(name, 1.0) for name in ("m2po", "bapo", "a3po")],
+        [(name, 1.0) for name in ("reinforce", "rec", "asymre", "opmd")],
     ]
     for axis, curves in zip(axes, shown, strict=False):
-        for style, (name, e_b) in zip(("-", "--", ":"), curves, strict=False):
+        for style, (name, e_b) in zip(("-", "--", ":", "-."), curves, strict=False):
             look = {"linestyle": style, "color": color_of(name)}
-            label = f"$e_B$ = {e_b}" if name == "p3o" else name
+            label = f"p3o, $e_B$ = {e_b}" if name == "p3o" else name
             for advantage in (1.0, -1.0):
                 weight = weight_by_ratio(COMPARED[name], advantage, e_b)
                 axis.plot(LOG_RATIO.exp(), weight, label=label, **look)
                 label = None
-        axis.set_title(", ".join(dict(curves)))
     # The exact KL pulls each token v that could have stood at the position, by pi_b(v)
     # times what `is` does to the sampled one.
     for name, objective in (
@@ -247,7 +251,7 @@ def draw_weights(path: Path) -> None:
     ):
         weight = weight_by_ratio(objective, advantage=0.0, e_b=0.0)
         axes[-1].plot(LOG_RATIO.exp(), weight, label=name)
-    axes[-1].set_title("p3o's KL, times $1 - e_B$")
+    axes[-1].set_title("KL, times $1 - e_B$", fontsize=10)
     for axis in axes:
         axis.legend(fontsize=8, loc="lower left")
         axis.set(xscale="log", ylim=(-5.5, 5.5), xlabel=r"ratio $\rho$")

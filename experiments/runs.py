@@ -28,8 +28,8 @@ from support.command import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments/results"
-KEPT = """step reward groups_with_signal heldout_pass@1 heldout_greedy ess ess_min kl
-    above_ess entropy response_tokens truncated grad_norm ratio
+KEPT = """step reward groups_with_signal heldout_pass@1 heldout_greedy ess ess_min
+    ess_used kl above_ess entropy response_tokens truncated grad_norm ratio
     mismatch_mean""".split()
 
 

@@ -36,10 +36,11 @@ from support.machine import init_distributed
 TEMPLATE = Path(__file__).resolve().with_name("tokens_template.html")
 COMPARED: dict[str, Callable[..., Tensor]] = {
     **LOSSES,
-    "dapo": objectives.dapo,
-    "gspo": objectives.gspo,
-    "cispo": objectives.cispo,
-    "tis": objectives.tis,
+    **{
+        name: getattr(objectives, name)
+        for name in """dapo gspo cispo tis
+            m2po a3po bapo asymre rec opmd sapo""".split()
+    },
 }
 
 

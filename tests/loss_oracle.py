@@ -153,6 +153,78 @@ def cispo(tokens: list[Token], e_b: float, *, eps_high: float = 4.0) -> list[Ter
     return tis(tokens, e_b, C=1 + eps_high)
 
 
+def m2po(tokens: list[Token], e_b: float, *, tau: float = 0.04) -> list[Term]:
+    """arXiv 2510.01161, Algorithm 1: the farthest moved token goes, one at a time."""
+    left = [token for token in tokens if token.advantage * token.log_ratio > 0]
+    left.sort(key=lambda token: abs(token.log_ratio))
+    dropped = []
+    while left and math.fsum(t.log_ratio**2 for t in left) > tau * len(left):
+        dropped.append(left.pop())
+    weights = [
+        token.ratio * token.advantage * (token not in dropped) for token in tokens
+    ]
+    return [Term(-weight, -weight) for weight in weights]
+
+
+def bapo(
+    tokens: list[Token], e_b: float, *, target: float = 0.5, high_max: float = 3.0
+) -> list[Term]:
+    """arXiv 2510.18927: the first pair of bounds that meets the target, or the last."""
+    pairs = [(60 + 5 * i, 120) for i in range(7)]
+    pairs += [(90, high) for high in range(130, round(100 * high_max) + 1, 10)]
+    for low, high in pairs:
+        positive, negative = 0.0, 0.0
+        for token in tokens:
+            positive += max(token.advantage, 0) * min(token.ratio, high / 100)
+            negative += max(-token.advantage, 0) * max(token.ratio, low / 100)
+        if positive >= target * (positive + negative):
+            break
+    return dapo(tokens, e_b, eps_low=1 - low / 100, eps_high=high / 100 - 1)
+
+
+# Of a single token
+
+
+def a3po(token: Token, alpha: float = 0.5, eps: float = 0.4, cap: float = 5.0) -> Term:
+    """PPO's clipped loss in rho^(1 - alpha), times rho^alpha where that is at most cap.
+
+    The second factor is a constant of the gradient.
+    """
+    weight = token.ratio**alpha
+    value, slope, _ = pessimistic(token.ratio / weight, token.advantage, eps, eps)
+    return Term(weight * value, weight * slope) if weight <= cap else Term(0.0, 0.0)
+
+
+def asymre(token: Token, delta: float = -0.1) -> Term:
+    """arXiv 2506.20520: REINFORCE with a baseline that is lower by -delta."""
+    return Term((delta - token.advantage) * token.logp, delta - token.advantage)
+
+
+def rec(token: Token, eps: float = 0.2) -> Term:
+    """arXiv 2509.24203: REINFORCE where GRPO has a gradient."""
+    inside = token.advantage * token.log_ratio <= 0 or abs(token.ratio - 1) <= eps
+    return Term(-token.advantage * token.logp * inside, -token.advantage * inside)
+
+
+def opmd(token: Token, tau: float = 0.2) -> Term:
+    """arXiv 2501.12599, token by token: REINFORCE and a square around pi_b."""
+    value = -token.advantage * token.logp + tau / 2 * token.log_ratio**2
+    return Term(value, tau * token.log_ratio - token.advantage)
+
+
+def sapo(token: Token, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Term:
+    """arXiv 2511.20347: the derivative of a sigmoid s is s (1 - s)."""
+    tau = tau_pos if token.advantage > 0 else tau_neg
+    gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
+    slope = 4 * gate * (1 - gate) * token.ratio
+    return Term(-4 / tau * gate * token.advantage, -slope * token.advantage)
+
+
+def of_each(term_of: Callable[..., Term]) -> Callable[..., list[Term]]:
+    """The terms of all tokens, by a function of a single one."""
+    return lambda tokens, e_b, **options: [term_of(each, **options) for each in tokens]
+
+
 LOSSES: dict[str, Callable[..., list[Term]]] = {
     "p3o": p3o,
     "reinforce": reinforce,
@@ -161,4 +233,7 @@ LOSSES: dict[str, Callable[..., list[Term]]] = {
     "gspo": gspo,
     "cispo": cispo,
     "tis": tis,
+    "m2po": m2po,
+    "bapo": bapo,
+    **{each.__name__: of_each(each) for each in (a3po, asymre, rec, opmd, sapo)},
 }

@@ -1,6 +1,7 @@
 """The laboratory: what it plans, how it runs, and how it sums up."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def run_of(cell, *accuracies, stopped=None):
             "heldout_greedy": [accuracy / 2 for accuracy in accuracies],
             "ess": [None, 0.5] + [0.25] * (len(steps) - 2),
             "ess_min": [None, 0.4] + [0.1] * (len(steps) - 2),
+            "ess_used": [None, 0.8] + [0.6] * (len(steps) - 2),
             "entropy": [None] + [0.25] * (len(steps) - 1),
         },
     }
@@ -75,6 +77,12 @@ def test_every_planned_run_has_flags_that_train_py_takes():
         assert cfg.dtype == "float32"
         fp8 = cell.mismatch == "fp8"
         assert cfg.rollout_dtype == ("bfloat16" if fp8 else "float32")
+
+
+def test_alpha_of_a3po_follows_from_the_lag(tmp_path):
+    # Data d updates old: (d - 1) / d. 15 / 16
+    cfg = config_of(command_of(LAG._replace(objective="a3po"), {}, tmp_path))
+    assert cfg.objective_args == {"alpha": 0.9375}
 
 
 def test_a_run_of_smollm2_is_the_recipe_but_for_what_its_cell_says():
@@ -141,6 +149,18 @@ def test_step_where_signal_skips_the_optimizer_where_all_advantages_are_0(monkey
     for rows, expected in (([0], 0.0), ([0, 1], -1.0), ([0], -1.0)):
         patched.train.update(None, optimizer, None, Batch, rows, None, 1)
         assert weight.item() == expected
+
+
+def test_what_an_objective_had_in_place_of_e_b_stands_beside_it(monkeypatch):
+    def update(objective, e_b):
+        objective(*torch.zeros(4, 1, 1), e_b)
+        return {"ess": e_b}
+
+    monkeypatch.setattr(patched.ablations, "p3o", p3o)
+    monkeypatch.setattr(patched.train, "update", update)
+    patched.ess_used()
+    fixed_ess = partial(patched.ablations.fixed_ess, level=0.8)
+    assert patched.train.update(fixed_ess, 0.9) == {"ess": 0.9, "ess_used": 0.8}
 
 
 def test_the_kl_at_one_heat_is_0_where_the_engine_is_the_hot_policy(monkeypatch):
@@ -280,6 +300,8 @@ def test_the_table_of_runs_has_every_measure():
     assert row["entropy"] == "0.250 ± 0.000"
     # The means of the steps are 0.5, 0.25 and 0.25, and the least of an update is 0.1.
     assert (row["mean e_B"], row["least e_B"]) == ("0.333", "0.100")
+    # 0.8, 0.6 and 0.6
+    assert row["mean in its place"] == "0.667"
 
 
 def test_figures_are_made_of_whatever_runs_there_are(tmp_path):

@@ -34,7 +34,9 @@ from loss import LOSSES
 
 torch.set_num_threads(1)
 E_B = 0.4  # No objective of experiments/objectives.py looks at it.
-NAMES = ["reinforce", "grpo", "dapo", "gspo", "cispo", "tis"]
+NAMES = """reinforce grpo dapo gspo cispo tis
+    m2po a3po bapo asymre rec opmd sapo""".split()
+WHOLE_BATCH = ["m2po", "bapo"]  # They decide on all tokens together.
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
 Objectives = dict[str, Callable[..., Tensor]]
 
@@ -69,6 +71,13 @@ def test_an_objective_equals_the_oracle(
         ("gspo", {"eps_low": 0.2, "eps_high": 0.3}),
         ("cispo", {"eps_high": 0.5}),
         ("tis", {"C": 1.0}),
+        ("m2po", {"tau": 0.3}),
+        ("a3po", {"alpha": 0.75, "eps": 0.2, "cap": 1.5}),
+        ("bapo", {"target": 0.4, "high_max": 1.5}),
+        ("asymre", {"delta": -0.5}),
+        ("rec", {"eps": 0.4}),
+        ("opmd", {"tau": 1.0}),
+        ("sapo", {"tau_pos": 0.5, "tau_neg": 2.0}),
     ],
 )
 def test_hyper_parameters_equal_the_oracle(
@@ -90,6 +99,15 @@ def test_hyper_parameters_equal_the_oracle(
         ("gspo", 0, -10),
         ("cispo", 5, -5),
         ("tis", 2, -2),
+        ("m2po", 0, -10),
+        # sqrt(10) is above 1.4. Where A < 0 the two factors of sqrt(10) are rho.
+        ("a3po", 0, -10),
+        ("bapo", 0, -10),
+        ("asymre", 1.1, -0.9),
+        ("rec", 0, -1),
+        ("opmd", 1 - 0.2 * math.log(10), -1 - 0.2 * math.log(10)),
+        # 4 s (1 - s) rho, with s = sigmoid(9) and sigmoid(9.45)
+        ("sapo", 40 * 1.2337935e-4, -40 * 7.8677183e-5),
     ],
 )
 def test_a_high_ratio_token_weighs_what_the_table_says(
@@ -105,11 +123,14 @@ def test_a_high_ratio_token_weighs_what_the_table_says(
 def test_on_a_fresh_batch_every_objective_is_reinforce(
     objectives: Objectives, name: str
 ) -> None:
-    # The gradient is -A / |B|, and the KL has none.
+    # The gradient is -A / |B|, and the KL has none. AsymRE adds 0.1 to each A, also
+    # where it is 0, but not to padding.
     batch = make_batch(3)
     batch = batch._replace(logp=batch.logp_behavior)
     _, to_logp, to_kl = run(objectives[name], batch, E_B)
-    assert_close(to_logp, -batch.advantage / batch.mask.sum(), 1e-12)
+    shift = 0.1 if name == "asymre" else 0.0
+    advantage = (batch.advantage + shift) * batch.mask
+    assert_close(to_logp, -advantage / batch.mask.sum(), 1e-12)
     assert not to_kl.any()
 
 
@@ -129,7 +150,26 @@ def test_gspo_has_the_geometric_mean_of_a_responses_ratios_by_hand(
     assert_close(gradient, [[1, 1, 0]])
 
 
-@EVERY_NAME
+def test_m2po_and_bapo_look_at_the_whole_batch_by_hand(
+    objectives: Objectives,
+) -> None:
+    for name, weight_of_ratio in (
+        # log rho of 0.1, 0.2 and 0.3 has a mean square of 0.14 / 3, above 0.04. Without
+        # the last it is 0.05 / 2. The fourth token has moved against its advantage.
+        ("m2po", {1.10517: 1.10517, 1.2214: 1.2214, 1.34986: 0, -1.64872: -1.64872}),
+        # 1.2 + 1.2 is less than 0.8 + 2.55. So the lower bound rises to 0.9, and A < 0
+        # counts 3.45. 1.6 + 1.8 is less than that, and 1.6 + 1.9 is not: 1.9 it is.
+        ("bapo", {1.6: 1.6, 3.0: 0, -0.8: 0, -2.55: -2.55}),
+    ):
+        # Each ratio has the sign of its advantage.
+        signed = torch.tensor(list(weight_of_ratio), dtype=F64)[:, None]
+        batch = one_token_each(signed.abs()[:, 0].tolist())
+        batch = batch._replace(advantage=signed.sign())
+        outcome = run(objectives[name], batch, E_B, token_count=1)
+        assert_close(-outcome.to_logp[:, 0], list(weight_of_ratio.values()))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WHOLE_BATCH])
 def test_any_split_of_the_rows_gives_the_gradient_of_the_batch(
     objectives: Objectives, name: str
 ) -> None:
@@ -262,6 +302,32 @@ def test_fixed_ess_takes_a_level_for_e_b() -> None:
     batch = make_batch(22)
     outcome = run(ablations.fixed_ess, batch, E_B, level=0.3)
     assert_same_outcome(outcome, expected("p3o", batch, 0.3))
+
+
+def test_e_b_is_measured_over_responses_or_its_level_is_changed_by_hand() -> None:
+    # Two responses with rho = 1, 9 and rho = 1, padding. A token of the second has an
+    # advantage of 0, and pi_b is not sure of it: it is no padding.
+    ratio = torch.tensor([[1.0, 9.0], [1.0, 1.0]], dtype=F64)
+    logp_behavior = torch.tensor([[-1.0, -1.0], [-1.0, 0.0]], dtype=F64)
+    logp, kl = logp_behavior + ratio.log(), torch.ones_like(ratio)
+    advantage = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=F64)
+    tokens = (logp, logp_behavior, advantage, kl)
+    for name, level, options in (
+        ("ess_of_responses", 25 / 41, {}),  # 9 and 1: (10 / 2)^2 / (82 / 2)
+        ("ess_of_mean_ratios", 0.8, {}),  # 3 and 1: (4 / 2)^2 / (10 / 2)
+        ("ess_to_a_power", 0.16, {"power": 2}),  # 0.4^2
+    ):
+        found = getattr(ablations, name)(*tokens, E_B, **options)
+        assert_close(found, LOSSES["p3o"](*tokens, level))
+
+
+def test_recent_ess_is_the_mean_over_the_last_updates() -> None:
+    recent_ess = ablations.RecentEss()
+    batch = make_batch(22)
+    # Of two updates at most; the second has two micro-batches.
+    for own, level in ((0.9, 0.9), (0.4, 0.65), (0.4, 0.65), (0.6, 0.5)):
+        outcome = run(recent_ess, batch, own, updates=2)
+        assert_same_outcome(outcome, expected("p3o", batch, level))
 
 
 def test_yoked_ess_takes_another_runs_e_b_update_by_update(tmp_path: Path) -> None:

@@ -227,6 +227,11 @@ WRONG_OBJECTIVES = {
         "ratio.clamp(1 - eps_low, 1 + eps_low)",
         ["test_an_objective_equals_the_oracle"],
     ),
+    "m2po drops tokens on both sides of rho = 1": Mistake(
+        "(advantage * log_rho).detach() > 0",
+        "advantage != 0",
+        ["test_m2po_and_bapo_look_at_the_whole_batch_by_hand"],
+    ),
     "tis without stop-gradient": Mistake(
         "rho.clamp(max=C).detach()",
         "rho.clamp(max=C)",
