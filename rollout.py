@@ -202,7 +202,10 @@ class Engine:
         return self.as_rollouts(outputs[first : first + len(prompts)])
 
     def as_rollouts(self, outputs: list) -> Rollouts:
-        """vLLM's RequestOutputs as one Rollouts: log pi_b of what it drew."""
+        """vLLM's RequestOutputs as one Rollouts.
+
+        Their log-probabilities are log pi_b, as __init__ asks for processed_logprobs.
+        """
         prompts = [
             output.prompt_token_ids for output in outputs for _ in output.outputs
         ]

@@ -106,9 +106,11 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on B, these rows of every rank; return its statistics.
 
-    How B is divided into micro-batches and ranks changes e_B and the gradient by
-    rounding alone. Raises FloatingPointError, on all ranks, where e_B or the gradient
-    is not finite. A collective.
+    `objective` is loss.p3o, or what --objective names. How B is divided into
+    micro-batches and ranks changes e_B and the gradient by rounding alone. A line of
+    metrics.jsonl has the mean of each statistic over the updates of a step. Raises
+    FloatingPointError, on all ranks, where e_B or the gradient is not finite. A
+    collective.
     """
     device = next(policy.parameters()).device
     *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
