@@ -47,7 +47,9 @@ PARTS = {
     "4": "an experiment",
 }
 # The item that runs no code.
-FORM = Item("4.2", 3, "the form of results.json", "results.json", "", lambda draw: [])
+FORM = Item(
+    "4.2", 3, "the form of results.json", "results.json", "", lambda draw: iter(())
+)
 ALL_ITEMS = [*ITEMS, FORM]
 CPU_SECONDS = 3  # of an item; the slowest takes less than one
 # An item that has not ended after so long was not let compute, or waits for something.
@@ -166,7 +168,7 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
         from assignment.results import wrong_results
 
         return judged(lost, wrong_results(folder / item.file))
-    cases = item.draw(Draw(seed))
+    cases = list(item.draw(Draw(seed)))
     calls = [arguments for _, arguments in cases]
     how, cpu_seconds, written, printed = runner.ask(folder, item, calls)
     text = printed[:MOST_PRINTED].decode(errors="replace")

@@ -9,7 +9,8 @@ what is wrong names it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ RESULTS = ("e_B", "gradient", "passes")
 Function = Callable[..., Any]
 # The beginning of a sentence on the inputs, and the inputs.
 Case = tuple[str, list[Any]]
+Cases = Iterator[Case]
 
 
 class Item(NamedTuple):
@@ -36,7 +38,7 @@ class Item(NamedTuple):
     title: str
     file: str  # of the student
     function: str  # in it
-    draw: Callable[["Draw"], list[Case]]
+    draw: Callable[["Draw"], Cases]
     right: Function | None = None  # by default the reference's
     of_gradient: bool = False  # compare the gradients, not the value
     to_logits: bool = False  # compare the value, and the gradient to logits
@@ -214,63 +216,51 @@ def sums_of(ratio: Tensor) -> Tensor:
     return torch.stack([count, ratio.sum(), (ratio**2).sum()])
 
 
-def stale_batches(draw: Draw) -> list[Case]:
-    return [
-        (
-            f"for the log rho {listed(log_ratio)}",
-            [log_ratio, torch.ones(log_ratio.shape, dtype=torch.bool)],
-        )
-        for log_ratio in (draw.normal(0.3, 1, 3), draw.normal(1.0, 2, 4))
-    ]
+def stale_batches(draw: Draw) -> Cases:
+    for log_ratio in (draw.normal(0.3, 1, 3), draw.normal(1.0, 2, 4)):
+        mask = torch.ones(log_ratio.shape, dtype=torch.bool)
+        yield f"for the log rho {listed(log_ratio)}", [log_ratio, mask]
 
 
-def padded_batches(draw: Draw) -> list[Case]:
-    cases = []
+def padded_batches(draw: Draw) -> Cases:
     for padding in (0.0, math.nan, math.inf):
         mask = torch.arange(6) < torch.tensor([[6], [1], [draw.integer(2, 5)]])
         log_ratio = draw.normal(1.0, 3, 6).masked_fill(~mask, padding)
         lengths = listed(mask.sum(dim=1))
         sentence = f"for responses of {lengths} tokens, with {padding} in the padding,"
-        cases.append((sentence, [log_ratio, mask]))
-    return cases
+        yield sentence, [log_ratio, mask]
 
 
-def far_batches(draw: Draw) -> list[Case]:
-    cases = []
+def far_batches(draw: Draw) -> Cases:
     for sign in (1, -1):
         log_ratio = draw.normal(0.1, 2, 4)
         log_ratio[1, 2] = sign * draw.number(60, 80)
         log_ratio = log_ratio.float().requires_grad_()
         mask = torch.ones(2, 4, dtype=torch.bool)
         sentence = f"for a log rho of {listed(log_ratio[1, 2].detach())} in float32"
-        cases.append((sentence, [log_ratio, mask]))
-    return cases
+        yield sentence, [log_ratio, mask]
 
 
-def sums_of_batches(draw: Draw) -> list[Case]:
-    cases = []
+def sums_of_batches(draw: Draw) -> Cases:
     for ratio in (
         draw.uniform(0.2, 4, 9),
         draw.normal(1.0, 50).exp(),
         3 * torch.ones(7),
     ):
         sums = sums_of(draw.number(2, 9) * ratio)
-        cases.append((f"for the sums {listed(sums)}", [sums]))
-    return cases
+        yield f"for the sums {listed(sums)}", [sums]
 
 
-def unknown_sums(draw: Draw) -> list[Case]:
+def unknown_sums(draw: Draw) -> Cases:
     count = draw.integer(5, 9)
-    cases = []
     # The first has an e_B. The square of 1e173 has no place in float64.
     of_ratios = [(count, count), (0, 0), (math.nan, math.nan), (1e173, math.inf)]
     for total, squares in of_ratios:
         sums = torch.tensor([count if total else 0, total, squares], dtype=F64)
-        cases.append((f"for the sums {listed(sums)}", [sums]))
-    return cases
+        yield f"for the sums {listed(sums)}", [sums]
 
 
-def rewards(draw: Draw) -> list[Case]:
+def rewards(draw: Draw) -> Cases:
     reward = draw.uniform(0, 1, 3, 4)
     # So near to each other that the 1e-6 of the deviation shows.
     near = 0.5 + 1e-5 * draw.uniform(0, 1, 1, 4)
@@ -278,32 +268,29 @@ def rewards(draw: Draw) -> list[Case]:
     equal = draw.uniform(0.1, 1, 32, 1).float().expand(32, 7).clone()
     equal[0, 0] = 0.0
     digits = ", ".join(f"{value:.8f}" for value in near.flatten().tolist())
-    return [
-        (f"for the rewards {listed(reward)}", [reward]),
-        (f"with scale=False, for the rewards {listed(reward)}", [reward, False]),
-        (f"for the rewards {digits}", [near]),
-        ("for groups of equal rewards but one, in float32,", [equal]),
-    ]
+    yield f"for the rewards {listed(reward)}", [reward]
+    yield f"with scale=False, for the rewards {listed(reward)}", [reward, False]
+    yield f"for the rewards {digits}", [near]
+    yield "for groups of equal rewards but one, in float32,", [equal]
 
 
-def variations(draw: Draw) -> list[Case]:
-    values = [draw.number(0.1, 3) for _ in range(3)]
-    return [(f"at a CV of {value:.4g}", [value]) for value in values]
+def variations(draw: Draw) -> Cases:
+    for _ in range(3):
+        value = draw.number(0.1, 3)
+        yield f"at a CV of {value:.4g}", [value]
 
 
-def outliers(draw: Draw) -> list[Case]:
-    cases = []
+def outliers(draw: Draw) -> Cases:
     for _ in range(3):
         tokens, ratio = draw.integer(5, 500), draw.number(3, 300)
         sentence = f"for {tokens} tokens, one of ratio {ratio:.4g}, the others of 1,"
-        cases.append((sentence, [tokens, ratio]))
-    return cases
+        yield sentence, [tokens, ratio]
 
 
-def two_policies(draw: Draw) -> list[Case]:
+def two_policies(draw: Draw) -> Cases:
     policy, behavior = [each.exp() for each in draw.policies(6)]
     sentence = f"for pi_theta = {listed(policy)} and pi_b = {listed(behavior)}"
-    return [(sentence, [policy, behavior])]
+    yield sentence, [policy, behavior]
 
 
 def ess_of(ratio: Tensor) -> Tensor:
@@ -386,24 +373,22 @@ PART_1 = [
 # Part 2: the objective, its KL and its gradient
 
 
-def lists_of_tokens(draw: Draw) -> list[Case]:
-    cases = []
+def lists_of_tokens(draw: Draw) -> Cases:
     for count in (1, 4, 7):
         logp, logp_behavior = [each[..., :count] for each in draw.policies(2, 3, 9)]
         arguments = [logp.requires_grad_(), logp_behavior.requires_grad_()]
-        cases.append((f"over {count} of 9 tokens and the rest,", arguments))
+        yield f"over {count} of 9 tokens and the rest,", arguments
     small_rest = torch.tensor([[0.6, 0.3995], [0.5, 0.4999]], dtype=F64).log()
     arguments = [each.clone().requires_grad_() for each in small_rest]
-    cases.append(("over two tokens and a rest of 5e-4 and 1e-4,", arguments))
-    return cases
+    yield "over two tokens and a rest of 5e-4 and 1e-4,", arguments
 
 
-def rounded_lists(draw: Draw) -> list[Case]:
+def rounded_lists(draw: Draw) -> Cases:
     sentence = (
         "with all 9 tokens in float32, where the rest is as often below 0 as above,"
     )
     logp, logp_behavior = [each.float() for each in draw.policies(32, 9)]
-    return [(sentence, [logp.requires_grad_(), logp_behavior])]
+    yield sentence, [logp.requires_grad_(), logp_behavior]
 
 
 def kl_of_all(logp: Tensor, logp_behavior: Tensor) -> Tensor:
@@ -411,9 +396,8 @@ def kl_of_all(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     return (logp.exp() * (logp - logp_behavior)).sum(dim=-1)
 
 
-def tokens_of_a_batch(draw: Draw, of_kl: bool) -> list[Case]:
+def tokens_of_a_batch(draw: Draw, of_kl: bool) -> Cases:
     """Arguments of p3o of which A or the KL is 0, and the other is not."""
-    cases = []
     for e_b in (draw.number(0.2, 0.4), draw.number(0.6, 0.9)):
         # Ratios far below and far above e_B.
         ratio = torch.stack([draw.uniform(0.02, 0.15, 2), draw.uniform(1.5, 6, 2)])
@@ -431,24 +415,21 @@ def tokens_of_a_batch(draw: Draw, of_kl: bool) -> list[Case]:
             kl = torch.zeros(2, 2, dtype=F64)
             sentence += f"A = {listed(advantage)} and a KL of 0"
             logp.requires_grad_()
-        cases.append((sentence, [logp, logp_behavior, advantage, kl, e_b]))
-    return cases
+        yield sentence, [logp, logp_behavior, advantage, kl, e_b]
 
 
-def fresh_batch(draw: Draw) -> list[Case]:
+def fresh_batch(draw: Draw) -> Cases:
     logp, advantage = draw.uniform(-3, -0.5, 3, 4), draw.uniform(-2, 2, 3, 4)
     nothing = torch.zeros(3, 4, dtype=F64)
-    return [("for rho = 1 and e_B = 1", [logp, logp, advantage, nothing, 1.0])]
+    yield "for rho = 1 and e_B = 1", [logp, logp, advantage, nothing, 1.0]
 
 
-def tokens_to_weigh(draw: Draw) -> list[Case]:
-    cases = []
+def tokens_to_weigh(draw: Draw) -> Cases:
     for low, high, sign in ((0.05, 0.3, 1), (0.5, 0.9, -1), (1.5, 5, 1), (1.5, 5, -1)):
         ratio, advantage = draw.number(low, high), sign * draw.number(0.5, 2)
         e_b = draw.number(0.35, 0.9)
         sentence = f"at rho = {ratio:.4g}, A = {advantage:.4g}, e_B = {e_b:.4g}"
-        cases.append((sentence, [ratio, advantage, e_b]))
-    return cases
+        yield sentence, [ratio, advantage, e_b]
 
 
 def weight_of_token(ratio: float, advantage: float, e_b: float) -> Tensor:
@@ -460,10 +441,10 @@ def weight_of_token(ratio: float, advantage: float, e_b: float) -> Tensor:
     return -torch.autograd.grad(loss, logp)[0]
 
 
-def policies_in_nats(draw: Draw) -> list[Case]:
+def policies_in_nats(draw: Draw) -> Cases:
     logp, logp_behavior = draw.policies(5)
     sentence = f"for log pi_theta = {listed(logp)} and log pi_b = "
-    return [(sentence + listed(logp_behavior), [logp, logp_behavior])]
+    yield sentence + listed(logp_behavior), [logp, logp_behavior]
 
 
 def gradient_to_logits(logp: Tensor, logp_behavior: Tensor) -> Tensor:
@@ -473,13 +454,11 @@ def gradient_to_logits(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     return torch.autograd.grad(kl, logits)[0]
 
 
-def temperatures(draw: Draw) -> list[Case]:
-    cases = []
+def temperatures(draw: Draw) -> Cases:
     for temperature in (draw.number(0.4, 0.8), draw.number(1.3, 3)):
         e_b = draw.number(0.2, 0.8)
         sentence = f"at T = {temperature:.4g}, e_B = {e_b:.4g}"
-        cases.append((sentence, [temperature, e_b]))
-    return cases
+        yield sentence, [temperature, e_b]
 
 
 def measured_entropy_bonus(temperature: float, e_b: float) -> Tensor:
@@ -487,7 +466,8 @@ def measured_entropy_bonus(temperature: float, e_b: float) -> Tensor:
     logits = torch.tensor([0.0, 1.0, 3.0], dtype=F64, requires_grad=True)
     logp = logits.log_softmax(dim=-1)
     behavior = (logits.detach() / temperature).log_softmax(dim=-1)
-    pull = -(1 - e_b) * kl_of_all(logp, behavior)
+    kl, nothing = kl_of_all(logp, behavior), torch.zeros((), dtype=F64)
+    pull = -p3o(nothing, nothing, nothing, kl, e_b)
     entropy = -(logp.exp() * logp).sum()
     (of_pull,) = torch.autograd.grad(pull, logits, retain_graph=True)
     (of_entropy,) = torch.autograd.grad(entropy, logits)
@@ -573,25 +553,19 @@ ONE_RANK: list[Sizes] = [[[6]], [[2, 4]], [[3, 2, 5]]]
 SEVERAL_RANKS: list[Sizes] = [[[3], [4]], [[2, 3], [5]], [[2], [3, 4], [2, 5, 1]]]
 
 
-def batches(sizes: list[Sizes]) -> Callable[[Draw], list[Case]]:
+def batches(sizes: list[Sizes], draw: Draw) -> Cases:
     """What toy.run_ranks takes after `update`."""
-
-    def draw_batches(draw: Draw) -> list[Case]:
-        cases = []
-        for ranks in sizes:
-            weight = draw.normal(1.0, FEATURES, VOCABULARY)
-            parts = random_ranks(ranks, seed=draw.integer(0, 2**40))
-            # As plain tuples: the student's process has no class of this module.
-            plain = [[tuple(part) for part in of_rank] for of_rank in parts]
-            cases.append((f"for the micro-batches {ranks}", [weight, plain]))
-        return cases
-
-    return draw_batches
+    for ranks in sizes:
+        weight = draw.normal(1.0, FEATURES, VOCABULARY)
+        parts = random_ranks(ranks, seed=draw.integer(0, 2**40))
+        # As plain tuples: the student's process has no class of this module.
+        plain = [[tuple(part) for part in of_rank] for of_rank in parts]
+        yield f"for the micro-batches {ranks}", [weight, plain]
 
 
 def of_update(name: str, points: int, title: str, sizes: list[Sizes], result: str):
     """An item on what `update` does, of which toy.run_ranks tells."""
-    draw = batches(sizes)
+    draw = partial(batches, sizes)
     return Item(name, points, title, "batch.py", "update", draw, result=result)
 
 
@@ -607,13 +581,11 @@ PART_3 = [
 # Part 4: the experiment
 
 
-def paired_values(draw: Draw) -> list[Case]:
-    cases = []
+def paired_values(draw: Draw) -> Cases:
     for level in (0.95, 0.8):
         first, second = draw.uniform(0, 1, 2, draw.integer(4, 9)).tolist()
         sentence = f"for {len(first)} seeds at the level {level}"
-        cases.append((sentence, [first, second, level]))
-    return cases
+        yield sentence, [first, second, level]
 
 
 PART_4 = [
