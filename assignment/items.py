@@ -297,6 +297,12 @@ def ess_of(ratio: Tensor) -> Tensor:
     return effective_sample_size(sums_of(ratio))
 
 
+def ess_of_samples(policy: Tensor, behavior: Tensor) -> Tensor:
+    """What e_B tends to where each token is sampled as often as pi_b says."""
+    sums = [behavior.sum(), policy.sum(), (policy**2 / behavior).sum()]
+    return effective_sample_size(torch.stack(sums))
+
+
 PART_1 = [
     Item(
         "1.1",
@@ -363,9 +369,7 @@ PART_1 = [
         "derivations.py",
         "ess_of_policies",
         two_policies,
-        lambda policy, behavior: (
-            policy.sum() ** 2 / (behavior * (policy / behavior) ** 2).sum()
-        ),
+        ess_of_samples,
     ),
 ]
 
