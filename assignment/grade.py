@@ -1,12 +1,13 @@
 """Grades a submission of the assignment, or many of them.
 
     python assignment/grade.py STUDENT_DIR
+    python assignment/grade.py STUDENT_DIR --only 2.3
     python assignment/grade.py --solution
     python assignment/grade.py --all FOLDER --out runs/grades
 
 What is printed of one submission ends with "points: X of Y"; of many, each has a line.
 With --out that folder has NAME.txt for each submission, the same as is printed of one,
-and grades.csv.
+and grades.csv. Both are written as soon as a submission is graded.
 
 A student's code runs in processes of their own (runner.py, sandbox.py), and its answers
 are compared here (items.py), so that code that reads the grader learns nothing. What a
@@ -24,8 +25,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +38,7 @@ SOLUTION = HERE / "solution"
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from assignment import sandbox  # noqa: E402
 from assignment.items import ITEMS, Draw, Item, what_is_wrong  # noqa: E402
-from assignment.results import wrong_results  # noqa: E402
 
 PARTS = {
     "1": "e_B and its identities",
@@ -46,10 +46,21 @@ PARTS = {
     "3": "the trainer's batch",
     "4": "an experiment",
 }
+# The item that runs no code.
+FORM = Item(
+    "4.2", 3, "the form of results.json", "results.json", "", lambda draw: iter(())
+)
+ALL_ITEMS = [*ITEMS, FORM]
 CPU_SECONDS = 3  # of an item; the slowest takes less than one
 # An item that has not ended after so long was not let compute, or waits for something.
 WALL_SECONDS = 60
 LONGEST_FILE = 2**20  # bytes of a student's file
+MOST_FILES = 50  # of a submission
+MOST_PRINTED = 2000  # bytes of what an item prints
+# What a student's process knows of this one's environment.
+ENVIRONMENT = ["PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT"]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
 
 
 class Result(NamedTuple):
@@ -62,44 +73,69 @@ class Result(NamedTuple):
     sentence: str  # the first thing that is wrong; empty if nothing is
     cpu_seconds: float = 0.0
     graded: bool = True  # False where the machine failed, and not the code
+    printed: str = ""  # by the code
 
 
 class Runner:
     """The process that runs students' code (runner.py)."""
 
-    def __init__(self, trusted: bool) -> None:
+    def __init__(self, trusted: bool, become_nobody: bool = False) -> None:
         self.trusted = trusted
-        libraries = ("OMP", "MKL", "OPENBLAS")
-        one_thread = {f"{name}_NUM_THREADS": "1" for name in libraries}
+        self.become_nobody = become_nobody
+        self.start()
+
+    def start(self) -> None:
+        known = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        runner = str(HERE / "runner.py")
         self.process = subprocess.Popen(
-            [sys.executable, "-I", HERE / "runner.py"],
+            [
+                sys.executable,
+                *([runner, "--trust"] if self.trusted else ["-I", runner]),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | one_thread,
-            cwd="/",
+            env=known | NO_GPU | ONE_THREAD,
         )
 
     def ask(
         self, folder: Path, item: Item, calls: list[list[Any]]
-    ) -> tuple[str, float, bytes]:
-        """How the code ended, its seconds of computing, and the answers it wrote."""
-        job = {
-            "folder": str(folder),
-            "module": Path(item.file).stem,
-            "function": item.function,
-            "calls": calls,
-            "trusted": self.trusted,
-            "cpu_seconds": CPU_SECONDS,
-            "wall_seconds": WALL_SECONDS,
-        }
-        pickle.dump(job, self.process.stdin)
-        self.process.stdin.flush()
-        return pickle.load(self.process.stdout)
+    ) -> tuple[str, float, bytes, bytes]:
+        """How the code ended, its seconds of computing, its answers, what it printed.
+
+        The runner hands on neither of the last two: a later student's code could find
+        them in its memory.
+        """
+        with tempfile.TemporaryDirectory() as private:
+            answers, printed = Path(private, "answers"), Path(private, "printed")
+            job = {
+                "folder": str(folder),
+                "module": Path(item.file).stem,
+                "function": item.function,
+                "calls": calls,
+                "answers": str(answers),
+                "printed": str(printed),
+                "become_nobody": self.become_nobody,
+                "cpu_seconds": CPU_SECONDS,
+                "wall_seconds": WALL_SECONDS,
+            }
+            try:
+                pickle.dump(job, self.process.stdin)
+                self.process.stdin.flush()
+                how, cpu_seconds = pickle.load(self.process.stdout)
+            except (EOFError, BrokenPipeError):
+                how, cpu_seconds = "gone", 0.0
+                self.process.wait()
+                self.start()
+            written = [
+                path.read_bytes() if path.is_file() else b""
+                for path in (answers, printed)
+            ]
+            return how, cpu_seconds, *written
 
 
 @contextmanager
-def start_runner(trusted: bool) -> Iterator[Runner]:
-    runner = Runner(trusted)
+def start_runner(trusted: bool, become_nobody: bool = False) -> Iterator[Runner]:
+    runner = Runner(trusted, become_nobody)
     try:
         yield runner
     finally:
@@ -116,27 +152,49 @@ def read_answers(written: bytes) -> list[dict[str, Any]]:
     return answers if is_list and all(isinstance(a, dict) for a in answers) else []
 
 
+def not_graded(item: Item, why: object) -> Result:
+    """What an item gets where the code may be right."""
+    sentence = legible(f"{why}")
+    return Result(item.name, item.title, 0, item.points, sentence, graded=False)
+
+
 def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
     """One item of the submission in this scratch folder."""
     lost = Result(item.name, item.title, 0, item.points, "")
     if not (folder / item.file).is_file():
         return lost._replace(sentence=f"there is no {item.file} that can be taken")
-    cases = item.draw(Draw(seed))
+    if item is FORM:
+        # Not at the top of the file: the other items do without pydantic.
+        from assignment.results import wrong_results
+
+        return judged(lost, wrong_results(folder / item.file))
+    cases = list(item.draw(Draw(seed)))
     calls = [arguments for _, arguments in cases]
-    how, cpu_seconds, written = runner.ask(folder, item, calls)
-    lost = lost._replace(cpu_seconds=cpu_seconds)
+    how, cpu_seconds, written, printed = runner.ask(folder, item, calls)
+    text = printed[:MOST_PRINTED].decode(errors="replace")
+    lost = lost._replace(cpu_seconds=cpu_seconds, printed=text)
     answers = read_answers(written)
     if answers:
-        sentence = legible(what_is_wrong(item, cases, answers))
-        return lost._replace(points=0 if sentence else item.points, sentence=sentence)
-    if cpu_seconds >= CPU_SECONDS:
+        return judged(lost, what_is_wrong(item, cases, answers))
+    of_machine = {
+        "late": f"neither ended nor computed for {CPU_SECONDS} s: grade it again",
+        "SIGKILL": "was ended by the machine, which lacks memory: grade it again",
+        "not enclosed": f"could not be enclosed: {text}",
+        "gone": "ended the process that runs it, and was not enclosed",
+    }
+    if cpu_seconds >= CPU_SECONDS and not runner.trusted:
         sentence = f"took more than {CPU_SECONDS} s of computing"
-    elif how in ("late", "SIGKILL"):
-        sentence = f"neither ended nor computed for {CPU_SECONDS} s: grade it again"
-        return lost._replace(sentence=f"{item.file} {sentence}", graded=False)
+    elif how in of_machine:
+        return not_graded(item, f"{item.file} {of_machine[how]}")
     else:
         sentence = f"ended without an answer {how}".strip()
-    return lost._replace(sentence=f"{item.file} {sentence}")
+    return judged(lost, f"{item.file} {sentence}")
+
+
+def judged(lost: Result, sentence: str) -> Result:
+    """All points of an item where there is nothing to say, and else none."""
+    points = 0 if sentence else lost.most
+    return lost._replace(points=points, sentence=legible(sentence))
 
 
 def legible(text: str) -> str:
@@ -144,44 +202,78 @@ def legible(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:500]
 
 
-def grade_results(folder: Path) -> Result:
-    """The item that runs no code."""
-    path = folder / "results.json"
-    sentence = "there is no results.json that can be taken"
-    if path.is_file():
-        sentence = legible(wrong_results(path))
-    points = 0 if sentence else 3
-    return Result("4.2", "the form of results.json", points, 3, sentence)
+def innermost(source: Path) -> Path:
+    """The folder that has the files: an archive may have it in another one."""
+    inside = [
+        path
+        for path in source.iterdir()
+        if path.is_dir()
+        and not path.is_symlink()
+        and not path.name.startswith((".", "__"))
+    ]
+    if len(inside) == 1 and not wanted_files(source):
+        return innermost(inside[0])
+    return source
+
+
+def wanted_files(source: Path) -> list[Path]:
+    """The Python files and results.json; no link, no pipe, and nothing too long."""
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if (path.suffix == ".py" or path.name == "results.json")
+        and path.is_file()
+        and not path.is_symlink()
+        and path.stat().st_size <= LONGEST_FILE
+    ][:MOST_FILES]
 
 
 def copy_submission(source: Path, scratch: Path) -> None:
-    """The Python files and results.json of a submission, and the file that is given.
+    """The files of a submission, and the file that is given.
 
-    A link, a pipe or a file that is too long stays behind. The reference, solution/,
-    has the repository's loss.py.
+    The reference, solution/, has the repository's loss.py.
     """
-    for path in sorted(source.iterdir()):
-        wanted = path.suffix == ".py" or path.name == "results.json"
-        if wanted and path.is_file() and not path.is_symlink():
-            if path.stat().st_size <= LONGEST_FILE:
-                shutil.copyfile(path, scratch / path.name)
+    if source.is_symlink():
+        raise ValueError("it is a link")
+    for path in wanted_files(innermost(source)):
+        shutil.copyfile(path, scratch / path.name)
     if source == SOLUTION:
         shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
     shutil.copyfile(HERE / "starter" / "toy.py", scratch / "toy.py")
 
 
-def grade(runner: Runner, source: Path, seed: int) -> list[Result]:
-    """All items of the submission in this folder."""
+def grade_each(
+    runner: Runner, source: Path, seed: int, items: Iterable[Item] = ALL_ITEMS
+) -> Iterator[Result]:
+    """The items of the submission in this folder, each as soon as it is graded.
+
+    Whatever is raised here is "not graded", and costs nobody else anything.
+    """
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
-        copy_submission(source, scratch)
-        results = []
-        for number, item in enumerate(ITEMS):
+        try:
+            if runner.become_nobody:
+                scratch.chmod(0o755)
+            copy_submission(source, scratch)
+        except Exception as error:
+            why = f"the folder cannot be read: {error}"
+            yield from [not_graded(item, why) for item in items]
+            return
+        for item in items:
             if item.file == "batch.py":
                 # A mistake in the student's loss.py has cost its points by now.
                 shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
-            results.append(grade_item(runner, item, scratch, seed + number))
-        return [*results, grade_results(scratch)]
+            try:
+                number = ALL_ITEMS.index(item)
+                result = grade_item(runner, item, scratch, seed + number)
+            except Exception as error:
+                result = not_graded(item, f"the grader raised {error!r}")
+            yield result
+
+
+def grade(runner: Runner, source: Path, seed: int) -> list[Result]:
+    """All items of the submission in this folder."""
+    return list(grade_each(runner, source, seed, ALL_ITEMS))
 
 
 def total(results: list[Result]) -> str:
@@ -200,7 +292,8 @@ def report(results: list[Result], seed: int) -> str:
     said: dict[str, str] = {"": ""}  # each sentence, and the item that had it first
     for part, title in PARTS.items():
         of_part = [result for result in results if result.name[0] == part]
-        lines.append(f"\nPart {part}: {title} ({total(of_part)})")
+        if of_part:
+            lines.append(f"\nPart {part}: {title} ({total(of_part)})")
         for result in of_part:
             got = f"{result.points} of {result.most}" if result.graded else "not graded"
             first = said.setdefault(result.sentence, result.name)
@@ -208,6 +301,9 @@ def report(results: list[Result], seed: int) -> str:
             lines.append(f"  {result.name}  {got:>6}  {result.title}{again}")
             if first == result.name:
                 lines.append(f"               {result.sentence}")
+            if said.setdefault(result.printed, result.name) == result.name:
+                for line in result.printed.splitlines():
+                    lines.append(f"       printed | {legible(line)}")
     lines.append(f"\n--seed {seed} repeats these inputs")
     lines.append(f"points: {total(results)}")
     return "\n".join(lines)
@@ -216,27 +312,78 @@ def report(results: list[Result], seed: int) -> str:
 def line_of(name: str, results: list[Result]) -> str:
     """A submission among many."""
     lost = ", ".join(lost_items(results)) or "nothing"
-    again = ", ".join(result.name for result in results if not result.graded)
     line = f"{name}: {total(results)} points, lost {lost}"
-    return f"{line}; not graded: {again}" if again else line
+    again = [result for result in results if not result.graded]
+    if not again:
+        return line
+    names = ", ".join(result.name for result in again)
+    return f"{line}; not graded: {names} ({again[0].sentence})"
 
 
-def write_reports(graded: dict[str, list[Result]], seed: int, out: Path) -> None:
-    """NAME.txt for each submission, and grades.csv with a line for each.
+def name_of(folder: Path, taken: set[str]) -> str:
+    """The name of a submission: a file's on any system, and no other's."""
+    name = legible(folder.name).encode()[:200].decode(errors="ignore")
+    while unicodedata.normalize("NFKC", name).casefold() in taken:
+        name += "_"
+    taken.add(unicodedata.normalize("NFKC", name).casefold())
+    return name
 
-    An item that was not graded is empty in grades.csv.
+
+def row_of(name: str, results: list[Result]) -> list[Any]:
+    """A line of grades.csv, in which an item that was not graded is empty."""
+    points = [result.points if result.graded else "" for result in results]
+    sentences = [result.sentence for result in results if result.sentence]
+    texts = [name, *sentences[:1]]
+    # A spreadsheet would compute what begins like a formula.
+    name, *sentences = [f"'{text}" if text[0] in "=+-@" else text for text in texts]
+    all_points = sum(result.points for result in results)
+    return [name, all_points, *points, *sentences]
+
+
+def grade_all(
+    runner: Runner, folders: list[Path], items: list[Item], seed: int, out: Path | None
+) -> None:
+    """Many submissions. What is known of each is printed and written at once."""
+    lost: Counter[str] = Counter()
+    taken: set[str] = set()
+    if out:
+        head = ["submission", "points", *[item.name for item in items]]
+        write_row(out, "w", [*head, "first sentence"])
+    for folder in folders:
+        name = name_of(folder, taken)
+        results = list(grade_each(runner, folder, seed, items))
+        lost.update(lost_items(results))
+        print(line_of(name, results), flush=True)
+        if out:
+            write_report(out, name, results, seed)
+            write_row(out, "a", row_of(name, results))
+    counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
+    print(f"{len(folders)} submissions, --seed {seed}; lost by how many: {counts}")
+
+
+def write_report(out: Path, name: str, results: list[Result], seed: int) -> None:
+    text = report(results, seed) + "\n"
+    (out / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def write_row(out: Path, mode: str, row: list[Any]) -> None:
+    with (out / "grades.csv").open(mode, newline="", encoding="utf-8") as file:
+        csv.writer(file).writerow(row)
+
+
+def has_to_become_nobody() -> bool:
+    """Whether foreign code has to run as another user than this one, which is root.
+
+    Ends, with the reason, where foreign code cannot run at all.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "grades.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        items = [result.name for result in next(iter(graded.values()))]
-        writer.writerow(["submission", "points", *items, "first sentence"])
-        for name, results in graded.items():
-            (out / f"{name}.txt").write_text(report(results, seed) + "\n")
-            points = [result.points if result.graded else "" for result in results]
-            sentences = [result.sentence for result in results if result.sentence]
-            all_points = sum(result.points for result in results)
-            writer.writerow([name, all_points, *points, *sentences[:1]])
+    reason = "foreign code is enclosed on Linux alone"
+    if sys.platform == "linux":
+        from assignment import sandbox
+
+        reason = sandbox.why_not()
+    if reason:
+        sys.exit(f"grade.py: {reason}. --trust grades your own code without enclosing.")
+    return os.geteuid() == 0
 
 
 def main() -> None:
@@ -244,41 +391,43 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, help="of a submission")
     parser.add_argument("--all", type=Path, help="a folder of submissions")
     parser.add_argument("--solution", action="store_true", help="grade the reference")
+    parser.add_argument("--only", default="", help="an item, as 2.3, or a part, as 2")
     parser.add_argument("--out", type=Path, help="a folder for the reports")
     parser.add_argument("--seed", type=int, help="of the inputs; by default a secret")
     parser.add_argument(
         "--trust", action="store_true", help="your own code, without an enclosure"
     )
     args = parser.parse_args()
+    # A student's name may have letters that this terminal lacks.
+    sys.stdout.reconfigure(errors="replace")
     folder = SOLUTION if args.solution else args.all or args.folder
     if folder is None or not folder.is_dir():
         sys.exit(f"grade.py: give a folder, --all FOLDER or --solution, not {folder}")
-    if not args.trust and not sandbox.is_available():
-        sys.exit(
-            "grade.py: this machine cannot enclose foreign code (it takes Linux 5.13 "
-            "or later on x86-64, with Landlock). --trust grades your own code without."
-        )
-    seed = secrets.randbits(40) if args.seed is None else args.seed
-    folders = [folder]
+    named = args.only
+    items = [item for item in ALL_ITEMS if named in ("", item.name, item.name[0])]
+    if not items:
+        sys.exit(f"grade.py: there is no item {named}; give one of the handout, as 2.3")
+    folders = [folder.resolve()]
     if args.all:
-        folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+        folders = [
+            path
+            for path in sorted(folder.iterdir())
+            if path.is_dir() and not path.name.startswith((".", "__"))
+        ]
         if not folders:
             sys.exit(f"grade.py: {folder} has no folders, one for each submission")
-    graded = {}
-    with start_runner(args.trust) as runner:
-        for folder in folders:
-            name = legible(folder.resolve().name)
-            graded[name] = grade(runner, folder, seed)
-            said = (
-                line_of(name, graded[name]) if args.all else report(graded[name], seed)
-            )
-            print(said, flush=True)
-    if args.all:
-        lost = Counter(item for each in graded.values() for item in lost_items(each))
-        counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
-        print(f"{len(graded)} submissions, --seed {seed}; lost by how many: {counts}")
+    seed = secrets.randbits(40) if args.seed is None else args.seed
+    become_nobody = not args.trust and has_to_become_nobody()
     if args.out:
-        write_reports(graded, seed, args.out)
+        args.out.mkdir(parents=True, exist_ok=True)
+    with start_runner(args.trust, become_nobody) as runner:
+        if args.all:
+            grade_all(runner, folders, items, seed, args.out)
+            return
+        results = list(grade_each(runner, folders[0], seed, items))
+    print(report(results, seed))
+    if args.out:
+        write_report(args.out, folders[0].name, results, seed)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ what is wrong names it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ RESULTS = ("e_B", "gradient", "passes")
 Function = Callable[..., Any]
 # The beginning of a sentence on the inputs, and the inputs.
 Case = tuple[str, list[Any]]
+Cases = Iterator[Case]
 
 
 class Item(NamedTuple):
@@ -36,13 +38,15 @@ class Item(NamedTuple):
     title: str
     file: str  # of the student
     function: str  # in it
-    draw: Callable[["Draw"], list[Case]]
+    draw: Callable[["Draw"], Cases]
     right: Function | None = None  # by default the reference's
     of_gradient: bool = False  # compare the gradients, not the value
+    to_logits: bool = False  # compare the value, and the gradient to logits
     kind: str = ""  # that the value has to have, as "float64 tensor"
     result: str = ""  # of toy.run_ranks, which runs `update`: one of RESULTS
     # Relative to the largest right value. Known mistakes move it by 1% at least.
     tolerance: float = 1e-5
+    each: bool = False  # relative to each right value, not to the largest
 
 
 class Draw:
@@ -87,11 +91,11 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
     The answers are of the student's process, and may be anything.
     """
     found = []
-    for (sentence, _), answer in zip(cases, answers, strict=False):
+    for (sentence, arguments), answer in zip(cases, answers, strict=False):
         if "error" in answer:
             return f"{item.function} raised {answer['error']}"
         try:
-            found.append(found_in(item, answer))
+            found.append(found_in(item, arguments, answer))
             kind = answer["value"]["kind"] if item.kind else ""
         except Exception:  # What came back may have any form.
             shown = f"{answer.get('value')}"[:60]
@@ -106,20 +110,33 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
     if item.result:
         noun = f"the {item.result} of {noun}"
     for (sentence, arguments), of_case in zip(cases, found, strict=True):
-        difference = first_difference(
-            of_case, right_of(item, arguments), item.tolerance
-        )
+        right = right_of(item, arguments)
+        difference = first_difference(item, of_case, right, item.tolerance)
         if difference:
             return f"{sentence} {noun} {difference}{known_mistake(item, cases, found)}"
     return ""
 
 
-def found_in(item: Item, answer: dict) -> list[Tensor]:
+def found_in(item: Item, arguments: list[Any], answer: dict) -> list[Tensor]:
     """What an item looks at in an answer."""
-    if item.of_gradient:
-        return [as_tensor(gradient) for gradient in answer["gradients"]]
     value = answer["value"]
-    return [as_tensor(value[RESULTS.index(item.result)] if item.result else value)]
+    if item.result:
+        value = value[RESULTS.index(item.result)]
+    gradients = [as_tensor(gradient) for gradient in answer["gradients"]]
+    return looked_at(item, arguments, as_tensor(value), gradients)
+
+
+def looked_at(
+    item: Item, arguments: list[Any], value: Tensor, gradients: list[Tensor]
+) -> list[Tensor]:
+    """What an item compares."""
+    if item.to_logits:
+        # Right functions may differ in the gradient to log pi_theta, by a multiple of
+        # pi_theta. To the logits this is nothing.
+        (gradient,) = gradients
+        mean = gradient.sum(dim=-1, keepdim=True)
+        return [value, gradient - arguments[0].detach().double().exp() * mean]
+    return gradients if item.of_gradient else [value]
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -142,26 +159,33 @@ def right_of(
         results = run_ranks(function, *arguments)
         return [torch.as_tensor(results[RESULTS.index(item.result)], dtype=F64)]
     value = torch.as_tensor(function(*arguments), dtype=F64)
-    if not item.of_gradient:
-        return [value.detach()]
     leaves = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
-    # The sum has a graph even where the value has none.
-    total = value.sum() + sum(0 * leaf.sum() for leaf in leaves)
-    return list(torch.autograd.grad(total, leaves))
+    gradients: list[Tensor] = []
+    if leaves:
+        # The sum has a graph even where the value has none.
+        total = value.sum() + sum(0 * leaf.sum() for leaf in leaves)
+        gradients = list(torch.autograd.grad(total, leaves))
+    return looked_at(item, arguments, value.detach(), gradients)
 
 
-def first_difference(found: list[Tensor], right: list[Tensor], tolerance: float) -> str:
+def first_difference(
+    item: Item, found: list[Tensor], right: list[Tensor], tolerance: float
+) -> str:
     """Where two lists of tensors differ, in the end of a sentence; empty if nowhere."""
-    for one, other in zip(found, right, strict=True):
+    if len(found) != len(right):
+        return f"has {len(found)} gradients; expected {len(right)}"
+    for place, (one, other) in enumerate(zip(found, right, strict=True)):
         if one.shape != other.shape:
             return f"has the shape {list(one.shape)}; expected {list(other.shape)}"
-        largest = other.nan_to_num().abs().max().item()
-        is_close = torch.isclose(
-            one, other, rtol=0, atol=tolerance * largest + 1e-12, equal_nan=True
-        )
+        size = other.nan_to_num().abs()
+        size = size if item.each else size.max()
+        is_close = (one - other).abs() <= tolerance * size + 1e-12
+        is_close |= (one == other) | (one.isnan() & other.isnan())
         if not is_close.all():
             entry = tuple((~is_close).nonzero()[0].tolist())
             where = f"at {list(entry)} " if entry else ""
+            if item.to_logits and place:
+                where = f"in its gradient to the logits {where}"
             return f"{where}is {listed(one[entry])}; expected {listed(other[entry])}"
     return ""
 
@@ -170,9 +194,13 @@ def known_mistake(item: Item, cases: list[Case], found: list[list[Tensor]]) -> s
     """A sentence on the first mistake that gives all that was found, if one does."""
     for mistake in MISTAKES:
         if mistake.file == item.file and item.name in mistake.items.split():
+            try:
+                of_mistake = [right_of(item, each, mistake) for _, each in cases]
+            except RuntimeError:  # A mistake may end in an error.
+                continue
             differences = [
-                first_difference(of_case, right_of(item, arguments, mistake), 1e-4)
-                for (_, arguments), of_case in zip(cases, found, strict=True)
+                first_difference(item, of_case, wrong, 1e-4)
+                for of_case, wrong in zip(found, of_mistake, strict=True)
             ]
             if not any(differences):
                 return f". That is {mistake.said}"
@@ -188,104 +216,112 @@ def sums_of(ratio: Tensor) -> Tensor:
     return torch.stack([count, ratio.sum(), (ratio**2).sum()])
 
 
-def stale_batches(draw: Draw) -> list[Case]:
-    return [
-        (
-            f"for the log rho {listed(log_ratio)}",
-            [log_ratio, torch.ones(log_ratio.shape, dtype=torch.bool)],
-        )
-        for log_ratio in (draw.normal(0.3, 1, 3), draw.normal(1.0, 2, 4))
-    ]
+def stale_batches(draw: Draw) -> Cases:
+    for log_ratio in (draw.normal(0.3, 1, 3), draw.normal(1.0, 2, 4)):
+        mask = torch.ones(log_ratio.shape, dtype=torch.bool)
+        yield f"for the log rho {listed(log_ratio)}", [log_ratio, mask]
 
 
-def padded_batches(draw: Draw) -> list[Case]:
-    cases = []
-    for padding in (0.0, math.nan):
+def padded_batches(draw: Draw) -> Cases:
+    for padding in (0.0, math.nan, math.inf):
         mask = torch.arange(6) < torch.tensor([[6], [1], [draw.integer(2, 5)]])
         log_ratio = draw.normal(1.0, 3, 6).masked_fill(~mask, padding)
         lengths = listed(mask.sum(dim=1))
         sentence = f"for responses of {lengths} tokens, with {padding} in the padding,"
-        cases.append((sentence, [log_ratio, mask]))
-    return cases
+        yield sentence, [log_ratio, mask]
 
 
-def far_batches(draw: Draw) -> list[Case]:
-    cases = []
+def far_batches(draw: Draw) -> Cases:
     for sign in (1, -1):
         log_ratio = draw.normal(0.1, 2, 4)
         log_ratio[1, 2] = sign * draw.number(60, 80)
         log_ratio = log_ratio.float().requires_grad_()
         mask = torch.ones(2, 4, dtype=torch.bool)
         sentence = f"for a log rho of {listed(log_ratio[1, 2].detach())} in float32"
-        cases.append((sentence, [log_ratio, mask]))
-    return cases
+        yield sentence, [log_ratio, mask]
 
 
-def sums_of_batches(draw: Draw) -> list[Case]:
-    cases = []
+def sums_of_batches(draw: Draw) -> Cases:
     for ratio in (
         draw.uniform(0.2, 4, 9),
         draw.normal(1.0, 50).exp(),
         3 * torch.ones(7),
     ):
         sums = sums_of(draw.number(2, 9) * ratio)
-        cases.append((f"for the sums {listed(sums)}", [sums]))
-    return cases
+        yield f"for the sums {listed(sums)}", [sums]
 
 
-def unknown_sums(draw: Draw) -> list[Case]:
+def unknown_sums(draw: Draw) -> Cases:
     count = draw.integer(5, 9)
-    cases = []
     # The first has an e_B. The square of 1e173 has no place in float64.
     of_ratios = [(count, count), (0, 0), (math.nan, math.nan), (1e173, math.inf)]
     for total, squares in of_ratios:
         sums = torch.tensor([count if total else 0, total, squares], dtype=F64)
-        cases.append((f"for the sums {listed(sums)}", [sums]))
-    return cases
+        yield f"for the sums {listed(sums)}", [sums]
 
 
-def rewards(draw: Draw) -> list[Case]:
-    reward = draw.uniform(0, 1, 1, 4)
+def rewards(draw: Draw) -> Cases:
+    reward = draw.uniform(0, 1, 3, 4)
     # So near to each other that the 1e-6 of the deviation shows.
     near = 0.5 + 1e-5 * draw.uniform(0, 1, 1, 4)
     # The mean of equal numbers in float32 often differs from them in the last digit.
     equal = draw.uniform(0.1, 1, 32, 1).float().expand(32, 7).clone()
+    equal[0, 0] = 0.0
     digits = ", ".join(f"{value:.8f}" for value in near.flatten().tolist())
-    return [
-        (f"for the rewards {listed(reward)}", [reward]),
-        (f"with scale=False, for the rewards {listed(reward)}", [reward, False]),
-        (f"for the rewards {digits}", [near]),
-        ("for groups of equal rewards, in float32,", [equal]),
-    ]
+    yield f"for the rewards {listed(reward)}", [reward]
+    yield f"with scale=False, for the rewards {listed(reward)}", [reward, False]
+    yield f"for the rewards {digits}", [near]
+    yield "for groups of equal rewards but one, in float32,", [equal]
 
 
-def variations(draw: Draw) -> list[Case]:
-    values = [draw.number(0.1, 3) for _ in range(3)]
-    return [(f"at a CV of {value:.4g}", [value]) for value in values]
+def variations(draw: Draw) -> Cases:
+    for _ in range(3):
+        value = draw.number(0.1, 3)
+        yield f"at a CV of {value:.4g}", [value]
 
 
-def outliers(draw: Draw) -> list[Case]:
-    cases = []
+def outliers(draw: Draw) -> Cases:
     for _ in range(3):
         tokens, ratio = draw.integer(5, 500), draw.number(3, 300)
         sentence = f"for {tokens} tokens, one of ratio {ratio:.4g}, the others of 1,"
-        cases.append((sentence, [tokens, ratio]))
-    return cases
+        yield sentence, [tokens, ratio]
 
 
-def two_policies(draw: Draw) -> list[Case]:
+def two_policies(draw: Draw) -> Cases:
     policy, behavior = [each.exp() for each in draw.policies(6)]
     sentence = f"for pi_theta = {listed(policy)} and pi_b = {listed(behavior)}"
-    return [(sentence, [policy, behavior])]
+    yield sentence, [policy, behavior]
 
 
 def ess_of(ratio: Tensor) -> Tensor:
     return effective_sample_size(sums_of(ratio))
 
 
+def ess_of_samples(policy: Tensor, behavior: Tensor) -> Tensor:
+    """What e_B tends to where each token is sampled as often as pi_b says."""
+    sums = [behavior.sum(), policy.sum(), (policy**2 / behavior).sum()]
+    return effective_sample_size(torch.stack(sums))
+
+
 PART_1 = [
-    Item("1.1", 4, "the sums of the ratios", "loss.py", "ratio_sums", stale_batches),
-    Item("1.2", 3, "padding is no token", "loss.py", "ratio_sums", padded_batches),
+    Item(
+        "1.1",
+        4,
+        "the sums of the ratios",
+        "loss.py",
+        "ratio_sums",
+        stale_batches,
+        each=True,
+    ),
+    Item(
+        "1.2",
+        3,
+        "padding is no token",
+        "loss.py",
+        "ratio_sums",
+        padded_batches,
+        each=True,
+    ),
     Item("1.3", 4, "e_B", "loss.py", "effective_sample_size", sums_of_batches),
     Item(
         "1.4",
@@ -295,6 +331,7 @@ PART_1 = [
         "ratio_sums",
         far_batches,
         kind="float64 tensor",
+        each=True,
     ),
     Item(
         "1.5",
@@ -332,9 +369,7 @@ PART_1 = [
         "derivations.py",
         "ess_of_policies",
         two_policies,
-        lambda policy, behavior: (
-            policy.sum() ** 2 / (behavior * (policy / behavior) ** 2).sum()
-        ),
+        ess_of_samples,
     ),
 ]
 
@@ -342,23 +377,22 @@ PART_1 = [
 # Part 2: the objective, its KL and its gradient
 
 
-def lists_of_tokens(draw: Draw) -> list[Case]:
-    cases = []
+def lists_of_tokens(draw: Draw) -> Cases:
     for count in (1, 4, 7):
         logp, logp_behavior = [each[..., :count] for each in draw.policies(2, 3, 9)]
         arguments = [logp.requires_grad_(), logp_behavior.requires_grad_()]
-        cases.append((f"over {count} of 9 tokens and the rest,", arguments))
+        yield f"over {count} of 9 tokens and the rest,", arguments
     small_rest = torch.tensor([[0.6, 0.3995], [0.5, 0.4999]], dtype=F64).log()
     arguments = [each.clone().requires_grad_() for each in small_rest]
-    cases.append(("over two tokens and a rest of 5e-4 and 1e-4,", arguments))
-    return cases
+    yield "over two tokens and a rest of 5e-4 and 1e-4,", arguments
 
 
-def rounded_lists(draw: Draw) -> list[Case]:
+def rounded_lists(draw: Draw) -> Cases:
     sentence = (
         "with all 9 tokens in float32, where the rest is as often below 0 as above,"
     )
-    return [(sentence, [each.float() for each in draw.policies(32, 9)])]
+    logp, logp_behavior = [each.float() for each in draw.policies(32, 9)]
+    yield sentence, [logp.requires_grad_(), logp_behavior]
 
 
 def kl_of_all(logp: Tensor, logp_behavior: Tensor) -> Tensor:
@@ -366,15 +400,16 @@ def kl_of_all(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     return (logp.exp() * (logp - logp_behavior)).sum(dim=-1)
 
 
-def tokens_of_a_batch(draw: Draw, of_kl: bool) -> list[Case]:
+def tokens_of_a_batch(draw: Draw, of_kl: bool) -> Cases:
     """Arguments of p3o of which A or the KL is 0, and the other is not."""
-    cases = []
     for e_b in (draw.number(0.2, 0.4), draw.number(0.6, 0.9)):
         # Ratios far below and far above e_B.
         ratio = torch.stack([draw.uniform(0.02, 0.15, 2), draw.uniform(1.5, 6, 2)])
         logp_behavior = draw.uniform(-3, -0.5, 2, 2)
         logp = logp_behavior + ratio.log()
-        advantage, kl = draw.uniform(0.5, 2, 2, 2), draw.uniform(0.1, 2, 2, 2)
+        # Each of these ratios with an advantage of either sign.
+        advantage = draw.uniform(0.5, 2, 2, 2) * torch.tensor([1, -1])
+        kl = draw.uniform(0.1, 2, 2, 2)
         sentence = f"for e_B = {e_b:.4g}, rho = {listed(ratio)}, "
         if of_kl:
             advantage = torch.zeros(2, 2, dtype=F64)
@@ -384,24 +419,21 @@ def tokens_of_a_batch(draw: Draw, of_kl: bool) -> list[Case]:
             kl = torch.zeros(2, 2, dtype=F64)
             sentence += f"A = {listed(advantage)} and a KL of 0"
             logp.requires_grad_()
-        cases.append((sentence, [logp, logp_behavior, advantage, kl, e_b]))
-    return cases
+        yield sentence, [logp, logp_behavior, advantage, kl, e_b]
 
 
-def fresh_batch(draw: Draw) -> list[Case]:
+def fresh_batch(draw: Draw) -> Cases:
     logp, advantage = draw.uniform(-3, -0.5, 3, 4), draw.uniform(-2, 2, 3, 4)
     nothing = torch.zeros(3, 4, dtype=F64)
-    return [("for rho = 1 and e_B = 1", [logp, logp, advantage, nothing, 1.0])]
+    yield "for rho = 1 and e_B = 1", [logp, logp, advantage, nothing, 1.0]
 
 
-def tokens_to_weigh(draw: Draw) -> list[Case]:
-    cases = []
-    for low, high in ((0.05, 0.3), (0.5, 0.9), (1.5, 5)):
-        ratio, advantage = draw.number(low, high), draw.number(-2, 2)
+def tokens_to_weigh(draw: Draw) -> Cases:
+    for low, high, sign in ((0.05, 0.3, 1), (0.5, 0.9, -1), (1.5, 5, 1), (1.5, 5, -1)):
+        ratio, advantage = draw.number(low, high), sign * draw.number(0.5, 2)
         e_b = draw.number(0.35, 0.9)
         sentence = f"at rho = {ratio:.4g}, A = {advantage:.4g}, e_B = {e_b:.4g}"
-        cases.append((sentence, [ratio, advantage, e_b]))
-    return cases
+        yield sentence, [ratio, advantage, e_b]
 
 
 def weight_of_token(ratio: float, advantage: float, e_b: float) -> Tensor:
@@ -413,10 +445,10 @@ def weight_of_token(ratio: float, advantage: float, e_b: float) -> Tensor:
     return -torch.autograd.grad(loss, logp)[0]
 
 
-def policies_in_nats(draw: Draw) -> list[Case]:
+def policies_in_nats(draw: Draw) -> Cases:
     logp, logp_behavior = draw.policies(5)
     sentence = f"for log pi_theta = {listed(logp)} and log pi_b = "
-    return [(sentence + listed(logp_behavior), [logp, logp_behavior])]
+    yield sentence + listed(logp_behavior), [logp, logp_behavior]
 
 
 def gradient_to_logits(logp: Tensor, logp_behavior: Tensor) -> Tensor:
@@ -426,13 +458,11 @@ def gradient_to_logits(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     return torch.autograd.grad(kl, logits)[0]
 
 
-def temperatures(draw: Draw) -> list[Case]:
-    cases = []
+def temperatures(draw: Draw) -> Cases:
     for temperature in (draw.number(0.4, 0.8), draw.number(1.3, 3)):
         e_b = draw.number(0.2, 0.8)
         sentence = f"at T = {temperature:.4g}, e_B = {e_b:.4g}"
-        cases.append((sentence, [temperature, e_b]))
-    return cases
+        yield sentence, [temperature, e_b]
 
 
 def measured_entropy_bonus(temperature: float, e_b: float) -> Tensor:
@@ -440,7 +470,8 @@ def measured_entropy_bonus(temperature: float, e_b: float) -> Tensor:
     logits = torch.tensor([0.0, 1.0, 3.0], dtype=F64, requires_grad=True)
     logp = logits.log_softmax(dim=-1)
     behavior = (logits.detach() / temperature).log_softmax(dim=-1)
-    pull = -(1 - e_b) * kl_of_all(logp, behavior)
+    kl, nothing = kl_of_all(logp, behavior), torch.zeros((), dtype=F64)
+    pull = -p3o(nothing, nothing, nothing, kl, e_b)
     entropy = -(logp.exp() * logp).sum()
     (of_pull,) = torch.autograd.grad(pull, logits, retain_graph=True)
     (of_entropy,) = torch.autograd.grad(entropy, logits)
@@ -466,6 +497,7 @@ PART_2 = [
         "kl_divergence",
         rounded_lists,
         lambda *policies: kl_of_all(*[each.double() for each in policies]),
+        to_logits=True,
         tolerance=1e-4,
     ),
     Item(
@@ -522,28 +554,22 @@ PART_2 = [
 # Micro-batches: for each rank, so many responses in each.
 Sizes = list[list[int]]
 ONE_RANK: list[Sizes] = [[[6]], [[2, 4]], [[3, 2, 5]]]
-SEVERAL_RANKS: list[Sizes] = [[[3], [4]], [[2, 3], [5, 1]], [[2, 2], [3, 4], [2, 5]]]
+SEVERAL_RANKS: list[Sizes] = [[[3], [4]], [[2, 3], [5]], [[2], [3, 4], [2, 5, 1]]]
 
 
-def batches(sizes: list[Sizes]) -> Callable[[Draw], list[Case]]:
+def batches(sizes: list[Sizes], draw: Draw) -> Cases:
     """What toy.run_ranks takes after `update`."""
-
-    def draw_batches(draw: Draw) -> list[Case]:
-        cases = []
-        for ranks in sizes:
-            weight = draw.normal(1.0, FEATURES, VOCABULARY)
-            parts = random_ranks(ranks, seed=draw.integer(0, 2**40))
-            # As plain tuples: the student's process has no class of this module.
-            plain = [[tuple(part) for part in of_rank] for of_rank in parts]
-            cases.append((f"for the micro-batches {ranks}", [weight, plain]))
-        return cases
-
-    return draw_batches
+    for ranks in sizes:
+        weight = draw.normal(1.0, FEATURES, VOCABULARY)
+        parts = random_ranks(ranks, seed=draw.integer(0, 2**40))
+        # As plain tuples: the student's process has no class of this module.
+        plain = [[tuple(part) for part in of_rank] for of_rank in parts]
+        yield f"for the micro-batches {ranks}", [weight, plain]
 
 
 def of_update(name: str, points: int, title: str, sizes: list[Sizes], result: str):
     """An item on what `update` does, of which toy.run_ranks tells."""
-    draw = batches(sizes)
+    draw = partial(batches, sizes)
     return Item(name, points, title, "batch.py", "update", draw, result=result)
 
 
@@ -559,13 +585,11 @@ PART_3 = [
 # Part 4: the experiment
 
 
-def paired_values(draw: Draw) -> list[Case]:
-    cases = []
+def paired_values(draw: Draw) -> Cases:
     for level in (0.95, 0.8):
         first, second = draw.uniform(0, 1, 2, draw.integer(4, 9)).tolist()
         sentence = f"for {len(first)} seeds at the level {level}"
-        cases.append((sentence, [first, second, level]))
-    return cases
+        yield sentence, [first, second, level]
 
 
 PART_4 = [

@@ -84,6 +84,13 @@ MISTAKES = [
     ),
     Mistake(
         "loss.py",
+        "1.4",
+        "float(ratio.numel())",
+        "float((ratio < 1e9).sum())",
+        "what it is if a token of a large ratio is not counted",
+    ),
+    Mistake(
+        "loss.py",
         "1.3",
         "ess.clamp(max=1.0)",
         "1 / ess",
@@ -116,6 +123,13 @@ MISTAKES = [
         "reward.std(dim=-1, keepdim=True)",
         "reward.std(dim=-1, keepdim=True, correction=0)",
         "with the population's deviation, over G and not over G - 1",
+    ),
+    Mistake(
+        "loss.py",
+        "1.6",
+        "reward.std(dim=-1, keepdim=True)",
+        "reward.std()",
+        "with the deviation of the whole batch, not of each group",
     ),
     Mistake(
         "loss.py",
@@ -203,7 +217,7 @@ MISTAKES = [
     ),
     Mistake(
         "loss.py",
-        "2.2",
+        "2.2 2.3",
         "logp = logp.double()",
         "logp = logp.detach().double()",
         "no gradient at all",
@@ -214,6 +228,23 @@ MISTAKES = [
         ".clamp(min=REST_FLOOR)",
         "",
         "is nan",
+    ),
+    Mistake(
+        "loss.py",
+        "2.3",
+        "return listed + rest",
+        "p_rest, b_rest = 1 - p.sum(dim=-1), 1 - b.sum(dim=-1)\n"
+        "    rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest\n"
+        "    holds = (p_rest > 1e-6) & (b_rest > 1e-6)\n"
+        "    return listed + torch.where(holds, rest, 0.0)",
+        "the gradient of a logarithm below 0, which torch.where keeps: clamp before it",
+    ),
+    Mistake(
+        "loss.py",
+        "2.4",
+        "-weight * advantage * logp",
+        "-torch.minimum(rho * advantage, e_b * advantage).detach() * logp",
+        "what it is with PPO's min(rho A, e_B A), which caps nothing where A < 0",
     ),
     Mistake(
         "loss.py",
@@ -329,6 +360,13 @@ MISTAKES = [
     ),
     Mistake(
         "derivations.py",
+        "2.7",
+        "min(ratio, e_b) * advantage",
+        "min(ratio * advantage, e_b * advantage)",
+        "with PPO's min(rho A, e_B A), which caps nothing where A < 0",
+    ),
+    Mistake(
+        "derivations.py",
         "2.8",
         "(log_ratio - kl)",
         "(log_ratio + 1)",
@@ -375,6 +413,23 @@ MISTAKES = [
         "sums = all_reduce(sums)\n    token_count, e_b = sums[0],",
         "token_count = sums[0].clone()\n    sums = all_reduce(sums)\n    e_b =",
         "what it is with the token count of each rank",
+    ),
+    Mistake(
+        "batch.py",
+        "3.2 3.4 3.5",
+        "sums += ratio_sums(output[0] - part.logp_behavior, part.mask)\n"
+        "    sums = all_reduce(sums)",
+        "sums += all_reduce(\n"
+        "            ratio_sums(output[0] - part.logp_behavior, part.mask)\n"
+        "        )",
+        "all ranks have to call all_reduce equally often",
+    ),
+    Mistake(
+        "batch.py",
+        "3.3 3.4",
+        "sums = torch.zeros(3",
+        "policy.weight.grad = None\n    sums = torch.zeros(3",
+        "the right one less the gradient that was there before: `update` adds to it",
     ),
     Mistake(
         "batch.py",

@@ -1,11 +1,19 @@
 """What is checked of results.json of part 4: its form, and that its numbers fit."""
 
+import inspect
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from assignment.solution.experiment import paired_interval
+from loss import LOSSES
+
+# All that the grader takes from the trainer's side.
+from support.checkpoints import MAY_DIFFER
+from support.command import Refused, parse_flags
+from train import Config
 
 Sentence = Annotated[str, Field(min_length=40)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
@@ -72,24 +80,23 @@ def wrong_results(path: Path) -> str:
 
 
 def wrong_flags(flags_of_arms: list[list[str]]) -> str:
-    """What is wrong with the settings of the two arms; empty if nothing is."""
-    # Not at the top of the file: the trainer takes seconds to import.
-    from support.checkpoints import MAY_DIFFER
-    from support.command import Refused, parse_flags
-    from train import Config, find_loss
+    """What is wrong with the settings of the two arms; empty if nothing is.
 
+    They are judged by their form: nothing that a student names is imported or opened.
+    """
     settings = []
     for flags in flags_of_arms:
-        # A recipe is a file, which the grader does not open for a student.
-        if any(flag.startswith(("--config", "--seed")) for flag in flags):
-            return "leave --seed and --config out of the flags"
+        if any(
+            flag.startswith(("--config", "--seed", "-h", "--help")) for flag in flags
+        ):
+            return "leave --seed, --config and --help out of the flags"
         try:
             cfg = parse_flags(Config, flags)
-            # One in a module of the student's cannot be looked up here.
-            if ":" not in cfg.objective:
-                find_loss(cfg.objective, cfg.objective_args)
         except (Refused, SystemExit) as error:
             return f"train.py refuses the flags: {error}"
+        complaint = wrong_objective(cfg.objective, cfg.objective_args)
+        if complaint:
+            return f"train.py refuses the flags: {complaint}"
         # What a resumed run may change does not change what comes out.
         settings.append(cfg.model_dump(exclude=MAY_DIFFER | {"seed"}))
     if settings[0] == settings[1]:
@@ -99,4 +106,21 @@ def wrong_flags(flags_of_arms: list[list[str]]) -> str:
         each["minibatches"] = max(each["minibatches"], default["minibatches"])
     if all(default.items() <= each.items() for each in settings):
         return f"no arm has a mismatch: set one of {', '.join(sorted(OF_MISMATCH))}"
+    return ""
+
+
+def wrong_objective(name: str, hyper_parameters: dict[str, Any]) -> str:
+    """What is wrong with --objective and its arguments; empty if nothing is."""
+    if name not in LOSSES:
+        is_named = re.fullmatch(r"[\w.]+:\w+", name)
+        return (
+            ""
+            if is_named
+            else f"{name!r} is none of {', '.join(LOSSES)} or module:name"
+        )
+    try:
+        # Five stand-ins for its arguments.
+        inspect.signature(LOSSES[name]).bind(*range(5), **hyper_parameters)
+    except TypeError as error:
+        return f"{name}: {error}"
     return ""

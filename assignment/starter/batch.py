@@ -22,11 +22,13 @@ def update(
 ) -> float:
     """Adds the gradient of P3O (12) to policy.weight.grad; returns e_B of the batch.
 
-    parts are the micro-batches of this rank, one at least. policy(part) returns log
-    pi_theta of the sampled tokens, [N, T], and of the K tokens of the KL, [N, T, K].
-    all_reduce(tensor) returns the sum of the tensors that the world_size ranks gave it;
-    all ranks have to call it equally often. After `update` the gradients of the ranks
-    are averaged, as FSDP and DDP do, and the average has to be the gradient of (12).
+    parts are the micro-batches of this rank, one at least; other ranks may have more or
+    fewer. policy(part) returns log pi_theta of the sampled tokens, [N, T], and of the K
+    tokens of the KL, [N, T, K]. all_reduce(tensor) returns the sum of the tensors that
+    the world_size ranks gave it; all ranks have to call it equally often. After
+    `update` the gradients of the ranks are averaged, as FSDP and DDP do, and what was
+    added, averaged, has to be the gradient of (12). If e_B is NaN, return it: the
+    trainer then stops, and uses no gradient.
 
     No token has its weight before e_B of the whole batch is known, so e_B takes a first
     pass of each micro-batch, and the gradient a second. Memory holds the graph of one

@@ -17,7 +17,8 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
 
     reward is [P, G], for P prompts; so is the result. Without `scale` it is the reward
     less its group's mean; with it, that is divided by the group's standard deviation,
-    the sample's (over G - 1), plus 1e-6. Equal rewards have advantage 0, exactly.
+    the sample's (over G - 1), plus 1e-6. Equal rewards have advantage 0, exactly. G is
+    2 or more, as a single reward has no deviation.
     """
     raise NotImplementedError("part 1, the advantage, is not written yet")
 
@@ -48,7 +49,9 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     The bucket's probability is one less the sum of theirs. The gradient goes to logp,
     through the bucket as well, and not to logp_behavior. Where the K tokens hold all
     probability, what is left for the bucket is rounding, of either sign. It must give
-    no NaN and change the KL by less than 1e-4. A rest of 1e-4 counts.
+    no NaN, in the gradient either, and change the KL by less than 1e-4. A rest of 1e-4
+    counts. A listed token with log pi_theta = -inf adds nothing, and one with log pi_b
+    = -inf alone makes the KL infinite: tests/test_loss.py checks it, the grader not.
     """
     raise NotImplementedError("part 2, the KL, is not written yet")
 

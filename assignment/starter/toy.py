@@ -68,6 +68,8 @@ def run_ranks(
                 raise WaitsForOthers(tensor)
 
             policy = Policy(weight)
+            # A gradient that is there before: `update` adds to it.
+            policy.weight.grad = torch.ones_like(weight)
             parts = [Part(*part) for part in parts]
             try:
                 e_b.append(float(update(policy, parts, all_reduce, len(ranks))))
@@ -76,8 +78,8 @@ def run_ranks(
                 brought.append(waits.args[0].detach().clone())
         if not brought:
             # FSDP, like DDP, averages the gradients of the ranks.
-            gradient = sum(policy.weight.grad for policy in policies) / len(ranks)
-            return e_b, gradient, [policy.passes for policy in policies]
+            added = [policy.weight.grad - 1 for policy in policies]
+            return e_b, sum(added) / len(ranks), [policy.passes for policy in policies]
         if policies:
             raise RuntimeError("all ranks have to call all_reduce equally often")
         totals.append(torch.stack(brought).sum(dim=0))

@@ -1,0 +1,72 @@
+"""A variant of the year: the assignment with another objective in one part.
+
+    python assignment/variant.py 2027 ../variant
+
+writes a copy of the repository in which e_B, or the cap or the KL's weight, has another
+power: in loss.py, in the reference's derivations, and in the handout's equation, which
+says so. Its grader takes what is right from these files, so the public solution loses
+the items of that part. The number decides on the part and the power.
+"""
+
+import argparse
+import random
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Texts of the handout, of the starter, of the reference and of the known mistakes, each
+# with what stands in its place. @ is the power.
+CHANGES = {
+    "in (11)": {
+        "mean_B[rho]^2 / mean_B[rho^2]": "(mean_B[rho]^2 / mean_B[rho^2])^@",
+        "ess.clamp(max=1.0)": "(ess.clamp(max=1.0) ** @)",
+        "1 / (1 + variation**2)": "(1 / (1 + variation**2)) ** @",
+        "mean**2 / mean_square": "(mean**2 / mean_square) ** @",
+        "1 / float((policy**2 / behavior).sum())": (
+            "(1 / float((policy**2 / behavior).sum())) ** @"
+        ),
+    },
+    "in the cap of (12)": {
+        "min(rho_t, e_B)": "min(rho_t, e_B^@)",
+        "max=e_b": "max=e_b**@",
+        "min(ratio, e_b)": "min(ratio, e_b**@)",
+    },
+    "in the weight of the KL in (12)": {
+        "(1 - e_B) KL": "(1 - e_B^@) KL",
+        "(1 - e_b)": "(1 - e_b**@)",
+    },
+}
+POWERS = ["0.5", "1.5", "2", "3"]
+LEFT_BEHIND = shutil.ignore_patterns(".git", ".venv*", "runs", "variant.py")
+
+
+def make_variant(seed: int, folder: Path) -> str:
+    """Write the variant of this number; returns the sentence that tells of it."""
+    draw = random.Random(seed)
+    part, power = draw.choice(list(CHANGES)), draw.choice(POWERS)
+    shutil.copytree(ROOT, folder, ignore=LEFT_BEHIND)
+    handout = folder / "assignment/README.md"
+    for path in [folder / "loss.py", handout, *folder.glob("assignment/**/*.py")]:
+        text = path.read_text()
+        for right, other in CHANGES[part].items():
+            text = text.replace(right, other.replace("@", power))
+        path.write_text(text)
+    sentence = (
+        f"Variant {seed}: {part} e_B is raised to the power {power}, so that other "
+        "solutions are wrong."
+    )
+    title, rest = handout.read_text().split("\n", 1)
+    handout.write_text(f"{title}\n\n**{sentence}**\n{rest}")
+    return sentence
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("seed", type=int, help="a number, as the year")
+    parser.add_argument("folder", type=Path, help="a new folder")
+    args = parser.parse_args()
+    print(make_variant(args.seed, args.folder))
+
+
+if __name__ == "__main__":
+    main()
