@@ -36,7 +36,8 @@ from support.command import (
     run_script,
 )
 from support.machine import default_dtype, init_distributed
-from support.tasks import Split, check_model, load_split
+from support.models import check_model, folder_of
+from support.tasks import Split, load_split
 
 
 class EvalConfig(Flags):
@@ -189,8 +190,7 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
         raise Refused(f"samples is {cfg.samples}: greedy samples are all the same")
     if cfg.out_dir and Path(cfg.out_dir).exists():
         raise Refused(f"out_dir {cfg.out_dir} exists: choose another")
-    of_run = Path(cfg.model, "model")
-    model = str(of_run) if of_run.is_dir() else cfg.model
+    model = folder_of(cfg.model)
     tokenizer, context = check_model(model, cfg.rollout_tp)
     benchmarks = {}
     for task in cfg.task:

@@ -48,7 +48,8 @@ from support.command import Refused, parse_flags, run_script
 from support.config import Config
 from support.log import Log
 from support.machine import init_distributed
-from support.tasks import Split, check_model, load_split
+from support.models import check_model, folder_of
+from support.tasks import Split, load_split
 
 SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
@@ -285,6 +286,7 @@ def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
     max_response_tokens. Raises Refused if there is no such model or task, or if a
     prompt does not fit and may not be dropped, or if none is left.
     """
+    cfg.model = folder_of(cfg.model)
     tokenizer, context = check_model(cfg.model, cfg.rollout_tp, to_train=True)
     room = context - cfg.max_response_tokens
     if cfg.max_prompt_tokens:

@@ -85,8 +85,14 @@ def read_recipe(path: str) -> dict[str, Any]:
         fields = dict(yaml.safe_load(Path(path).read_text()))
         return {str(name): value for name, value in fields.items()}
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise Refused(f"--config {path} is no YAML file of fields: {reason}") from None
+        raise Refused(
+            f"--config {path} is no YAML file of fields: {one_line(error)}"
+        ) from None
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without its line breaks."""
+    return " ".join(str(error).split())
 
 
 def run_script(main: Callable[[], None]) -> None:

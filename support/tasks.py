@@ -1,4 +1,4 @@
-"""Tasks and models, as the user names them: problems, prompts, and what is refused.
+"""Tasks, as the user names them: problems, prompts, and what is refused.
 
 reward.py decides what counts as a correct answer. It is asked here whether the gold
 answer of a problem can be read.
@@ -16,13 +16,11 @@ from typing import Any, Literal, NamedTuple
 from pydantic.dataclasses import dataclass
 
 from reward import final_answer, score
-from support.command import Refused
+from support.command import Refused, one_line
 
 ROOT = Path(__file__).resolve().parents[1]
 # The first of these columns that a row has is read.
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
-# What policy.py is written for: base_model.layers, a linear head and no dropout.
-TRAINABLE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(config={"extra": "forbid"})
@@ -173,11 +171,6 @@ def read_hub(source: str) -> list[dict[str, Any]]:
     return [row for row in rows if row.get("answer_type") != "description"]
 
 
-def one_line(error: Exception) -> str:
-    """An error's message without its line breaks."""
-    return " ".join(str(error).split())
-
-
 def gold_answer(row: Row) -> str:
     """The answer of a row, or the one that is marked in its worked solution."""
     if row.answer:
@@ -324,47 +317,3 @@ def say_once(note: str) -> None:
     """Print what the user should know on stderr, on one rank."""
     if os.environ.get("RANK", "0") == "0":
         print(note, file=sys.stderr)
-
-
-def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, int]:
-    """The tokenizer and the context length of a model folder or hub name.
-
-    Raises Refused where there is no such model, where the ranks of a node or its
-    heads cannot be divided among engines of `tp` ranks, or where policy.py
-    cannot train it.
-    """
-    from transformers import AutoConfig, AutoTokenizer  # they take seconds to import
-
-    if not Path(model).is_dir() and "/" not in model:
-        raise Refused(f"no model at {model!r}: neither a folder nor a hub's owner/name")
-    try:
-        # A model folder is data: code that it brings along is never run.
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        # Mistral's own tokenizers have no chat template, and look like a base model's.
-        tokenizer = AutoTokenizer.from_pretrained(
-            model, trust_remote_code=False, mistral_format=False
-        )
-    except (OSError, ValueError) as error:
-        raise Refused(f"no model at {model!r}: {one_line(error)}") from None
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if ranks_of_node % tp:
-        raise Refused(
-            f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
-        )
-    if to_train and config.model_type not in TRAINABLE:
-        raise Refused(
-            f"{model} is of type {config.model_type}, which train.py has not learnt to "
-            f"train: give one of type {', '.join(TRAINABLE)}"
-        )
-    if to_train and getattr(config, "quantization_config", None):
-        raise Refused(f"{model} is quantized: train.py needs a model that is not")
-    config = config.get_text_config()  # a part of it, for images and text
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", heads)
-    # A rank has several of the key heads, or several ranks have one.
-    if heads % tp or max(key_heads, tp) % min(key_heads, tp):
-        raise Refused(
-            f"rollout_tp is {tp}, which does not divide {model}'s {heads} attention "
-            f"and {key_heads} key heads"
-        )
-    return tokenizer, config.max_position_embeddings

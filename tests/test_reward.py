@@ -1,13 +1,10 @@
 """What counts as correct, what is refused, and what hostile model output costs."""
 
-import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,7 +15,6 @@ from support import judge
 from support.command import Refused
 from support.tasks import (
     TASKS,
-    check_model,
     encode_problems,
     encode_prompt,
     load_rows,
@@ -584,7 +580,7 @@ def test_a_wrong_task_or_split_is_refused_in_one_sentence(name, split, message):
         load_task(name, split)
 
 
-# --- prompts and models
+# --- prompts
 
 
 def tokenizer_with(template: str | None, adds_bos: bool = False):
@@ -666,33 +662,3 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(capsys):
     for room, drop_long in ((14, False), (13, True)):
         with pytest.raises(Refused, match="of 2 prompts have over 1. tokens: lower"):
             encode(room, drop_long)
-
-
-def test_a_model_that_is_none_or_cannot_be_shared_or_trained_is_refused(
-    tmp_path, monkeypatch
-):
-    with pytest.raises(Refused, match="no model at 'tests': "):
-        check_model("tests")
-    with pytest.raises(Refused, match="rollout_tp is 3: it has to divide the 1 ranks"):
-        check_model("tiny", tp=3)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(Refused, match="rollout_tp is 3, which does not divide tiny's"):
-        check_model("tiny", tp=3)
-    check_model("tiny", to_train=True)
-
-    folder = Path(shutil.copytree(ROOT / "tiny", tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-
-    def check_with(**fields: object) -> None:
-        (folder / "config.json").write_text(json.dumps(config | fields))
-        check_model(str(folder), tp=3, to_train=True)
-
-    # Three ranks can neither share two key heads equally nor have one together.
-    twelve = {"hidden_size": 144, "num_attention_heads": 12}
-    with pytest.raises(Refused, match="12 attention and 2 key heads"):
-        check_with(**twelve, num_key_value_heads=2)
-    check_with(**twelve, num_key_value_heads=1)
-    with pytest.raises(Refused, match="is quantized"):
-        check_with(**twelve, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(Refused, match="is of type gpt2.* give one of type llama"):
-        check_with(model_type="gpt2")
