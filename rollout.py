@@ -33,7 +33,7 @@ class Rollouts:
     top_tokens: torch.Tensor  # [N, T, K] the K tokens that pi_b finds most likely there
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of these, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
-    text: list[str]  # [N] the response without special tokens
+    text: list[str]  # [N] the response without its end of sequence
     weight_version: str  # of the weights that sampled: the step they are from
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], the same for a response's tokens
@@ -237,8 +237,12 @@ class Engine:
             top_tokens=all_tokens[:, :, 1:],
             top_logp_behavior=all_logp[:, :, 1:],
             truncated=torch.tensor([r.finish_reason == "length" for r in responses]),
+            # Tags of thoughts are special tokens in some models, and stay.
             text=self.tokenizer.batch_decode(
-                [response.token_ids for response in responses], skip_special_tokens=True
+                [
+                    r.token_ids[: -1 if r.finish_reason == "stop" else None]
+                    for r in responses
+                ]
             ),
             weight_version=version,
         )

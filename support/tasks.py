@@ -10,9 +10,12 @@ import os
 import re
 import sys
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unicodedata import normalize
 
+from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
 from reward import final_answer, score
@@ -21,6 +24,8 @@ from support.command import Refused, one_line
 ROOT = Path(__file__).resolve().parents[1]
 # The first of these columns that a row has is read.
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
+# At the end of a prompt, where a chat template opens the thoughts itself.
+OPENED = re.compile(r"[<\[][^/\s<\[]*think[^\s<\[]*\s*\Z", re.IGNORECASE)
 
 
 @dataclass(config={"extra": "forbid"})
@@ -44,6 +49,7 @@ class Row(NamedTuple):
     problem: str
     answer: str
     solution: str  # a worked one, with the answer in a box
+    number: int  # its line in a file, or its place in a hub dataset
 
 
 AIME24 = "HuggingFaceH4/aime_2024 train"
@@ -124,42 +130,56 @@ def load_rows(source: Path | str) -> list[Row]:
     Raises Refused if it cannot be loaded, or if a line is no JSON object.
     """
     rows = []
-    for fields in read_jsonl(source) if isinstance(source, Path) else read_hub(source):
+    read = read_jsonl if isinstance(source, Path) else read_hub
+    for number, fields in read(source).items():
         texts = {column: text_of(value) for column, value in fields.items()}
         problems = [texts[column] for column in PROBLEM_COLUMNS if texts.get(column)]
         row = Row(
             problem=problems[0] if problems else "",
             answer=texts.get("answer", ""),
             solution=texts.get("solution", ""),
+            number=number,
         )
         rows.append(row)
     return rows
 
 
 def text_of(value: Any) -> str:
-    """What a column says, if that is a text or a number; else ""."""
-    return str(value).strip() if isinstance(value, (str, int, float)) else ""
+    """What a column says, if that is a text or a finite number; else ""."""
+    if isinstance(value, (int, float)):
+        value = "" if isinstance(value, bool) or not isfinite(value) else str(value)
+    return value.strip() if isinstance(value, str) else ""
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. A number remains the text that it is there."""
-    rows = []
+def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
+    """The objects of a JSONL file by their lines. A number remains the text there."""
+    rows = {}
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise Refused(f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            rows.append(dict(json.loads(line, parse_int=str, parse_float=str)))
-        except (ValueError, TypeError) as error:
+            fields = json.loads(
+                line, parse_int=str, parse_float=str, parse_constant=lambda name: None
+            )
+            # Half of a character, as "\ud83d", is a text for Python alone.
+            json.dumps(fields, ensure_ascii=False).encode()
+            if not isinstance(fields, dict):
+                raise ValueError(f"this is a {type(fields).__name__}")
+        except ValueError as error:
             raise Refused(
-                f"{path}, line {number} is no JSON object: {one_line(error)}"
+                f"{path}, line {number} is no JSON object, and a task has one a line: "
+                f"{one_line(error)}"
             ) from None
+        rows[number] = fields
     return rows
 
 
-def read_hub(source: str) -> list[dict[str, Any]]:
-    """The rows of "hub_id split [configuration]"."""
+def read_hub(source: str) -> dict[int, dict[str, Any]]:
+    """The rows of "hub_id split [configuration]" by their numbers."""
     from datasets import load_dataset  # it takes seconds to import
 
     hub_id, split, *configuration = source.split()
@@ -168,7 +188,11 @@ def read_hub(source: str) -> list[dict[str, Any]]:
     except Exception as error:  # its kinds are many, from the network's to the hub's
         raise Refused(f"{source} cannot be loaded: {one_line(error)}") from None
     # AMO-Bench marks answers that only a reader can judge.
-    return [row for row in rows if row.get("answer_type") != "description"]
+    return {
+        number: row
+        for number, row in enumerate(rows, start=1)
+        if row.get("answer_type") != "description"
+    }
 
 
 def gold_answer(row: Row) -> str:
@@ -208,7 +232,7 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
         note = (
             f"{len(unreadable)} of the {len(rows)} rows of {source} have no problem "
             f"with an answer that {verifier!r} can read; the first is row "
-            f"{rows.index(unreadable[0]) + 1}"
+            f"{unreadable[0].number}"
         )
         if isinstance(source, Path) or not problems:
             raise Refused(
@@ -225,17 +249,23 @@ class Split(NamedTuple):
     problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
     prompts: list[list[int]]  # token ids, a prompt for each problem
     verifier: str
+    opened: str = ""  # the tag of thoughts with which the prompts end, as <think>
+
+    def golds(self, indices: list[int], samples: int) -> list[str]:
+        """The gold answer of each of `samples` responses to each of these problems."""
+        return [
+            self.problems[index]["answer"] for index in indices for _ in range(samples)
+        ]
 
     def score(self, indices: list[int], responses: list[str]) -> list[float]:
         """The reward of each response to the problems with these indices.
 
-        Each problem has equally many responses, which are neighbors.
+        Each problem has equally many responses, which are neighbors. A thought that the
+        prompt has opened is a part of the response.
         """
-        samples = len(responses) // len(indices)
-        answers = []
-        for index in indices:
-            answers += [self.problems[index]["answer"]] * samples
-        return score(responses, answers, self.verifier)
+        golds = self.golds(indices, len(responses) // len(indices))
+        whole = [self.opened + response for response in responses]
+        return score(whole, golds, self.verifier)
 
 
 def load_split(
@@ -249,47 +279,56 @@ def load_split(
 ) -> Split:
     """The first `limit` problems of a task's split (0: all), with their prompts.
 
-    Prompts of more than `room` tokens are left out if `drop_long`. Raises Refused if
-    there are such prompts and not `drop_long`, or if none is left.
+    Prompts of more than `room` tokens are left out and counted if `drop_long`, and
+    Refused otherwise, or if no other is left. Refused is a character that the tokenizer
+    cannot write, too.
     """
     task = task_of(name_or_path)
-    problems, prompts = encode_problems(
-        load_task(name_or_path, split)[: limit or None],
-        tokenizer,
-        instruction=task.instruction,
-        room=room,
-        drop_long=drop_long,
-        name=f"{split} prompts of {name_or_path}",
-    )
-    return Split(problems, prompts, task.verifier)
-
-
-def encode_problems(
-    problems: list[dict[str, str]],
-    tokenizer: Any,
-    *,
-    instruction: str | None,
-    room: int,
-    drop_long: bool,
-    name: str,
-) -> tuple[list[dict[str, str]], list[list[int]]]:
-    """The problems that fit, and their prompts as token ids.
-
-    Prompts of more than `room` tokens are left out and counted if `drop_long`, and
-    Refused otherwise, or if no other is left. `name` is what messages call them.
-    """
-    prompts = [encode_prompt(tokenizer, p["prompt"], instruction) for p in problems]
+    problems = load_task(name_or_path, split)[: limit or None]
+    check_characters(tokenizer, task.instruction, problems)
+    prompts = [
+        encode_prompt(tokenizer, problem["prompt"], task.instruction)
+        for problem in problems
+    ]
     kept = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
     dropped = len(prompts) - len(kept)
     if dropped:
-        note = f"{dropped} of {len(prompts)} {name} have over {room} tokens"
+        note = (
+            f"{dropped} of {len(prompts)} {split} prompts of {name_or_path} have over "
+            f"{max(room, 0)} tokens"
+        )
         if not kept or not drop_long:
             raise Refused(
-                f"{note}: lower max_response_tokens, raise max_prompt_tokens, or drop "
-                "them (train.py: --max_prompt_tokens, eval.py: --drop_long)"
+                f"{note}, which the model's context, max_response_tokens and "
+                "max_prompt_tokens leave: change these, or drop such prompts (train.py "
+                "does by a max_prompt_tokens above 0, eval.py by --drop_long)"
             )
         say_once(f"{note}, and are left out")
-    return [problems[number] for number in kept], [prompts[number] for number in kept]
+    opened = OPENED.search(tokenizer.decode(prompts[0]))
+    return Split(
+        [problems[number] for number in kept],
+        [prompts[number] for number in kept],
+        task.verifier,
+        opened[0] if opened else "",
+    )
+
+
+def check_characters(
+    tokenizer: Any, instruction: str | None, problems: list[dict[str, str]]
+) -> None:
+    """Raises Refused where a prompt or a gold answer has what the model cannot write.
+
+    Blanks, and which of its forms Unicode has for a character, do not matter.
+    """
+    texts = [text for problem in problems for text in problem.values()]
+    for character in dict.fromkeys("".join([instruction or "", *texts])):
+        token_ids = tokenizer.encode(character, add_special_tokens=False)
+        written = normalize("NFKC", tokenizer.decode(token_ids))
+        if normalize("NFKC", character).strip() not in written:
+            raise Refused(
+                f"the model's tokenizer cannot write {character!r} of the task (the "
+                "embedded policy knows digits and a few signs): give another --model"
+            )
 
 
 def encode_prompt(
@@ -303,14 +342,21 @@ def encode_prompt(
     """
     text = f"{instruction}\n\n{problem}" if instruction else problem
     if not tokenizer.chat_template:
-        return tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}],  # no system message: some refuse one
-        add_generation_prompt=True,
-        return_dict=False,
-        # A template that prints the date prints the same one in every run.
-        strftime_now=datetime(2026, 1, 1).strftime,
-    )
+        token_ids = tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
+        # Some tokenizers append their end of sequence.
+        while token_ids[-1] in tokenizer.all_special_ids:
+            token_ids.pop()
+        return token_ids
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],  # no system message: some refuse one
+            add_generation_prompt=True,
+            return_dict=False,
+            # A template that prints the date prints the same one in every run.
+            strftime_now=datetime(2026, 1, 1).strftime,
+        )
+    except TemplateError as error:
+        raise Refused(f"the model's chat template fails: {one_line(error)}") from None
 
 
 def say_once(note: str) -> None:

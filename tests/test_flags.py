@@ -122,11 +122,12 @@ def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
     [
         ("clip_range: 0.2\n", "clip_range is 0.2: Extra inputs are not permitted"),
         ("steps: 3.5\n", "steps is 3.5: Input should be a valid integer"),
-        ("- steps\n", "is no YAML file of fields"),
-        ("", "is no YAML file of fields"),
+        ("- steps\n", "is no YAML file of fields: write `name: value`, one a line"),
+        ("", "is no YAML file of fields: write `name: value`, one a line"),
+        ("eps:0.4", "is no YAML file of fields: write `name: value`, one a line"),
         ("steps: [\n", "is no YAML file of fields: while parsing"),
     ],
-    ids=["unknown", "wrong", "list", "empty", "broken"],
+    ids=["unknown", "wrong", "list", "empty", "no blank", "broken"],
 )
 def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe):
     assert sentence in refusal(recipe(text))

@@ -153,7 +153,7 @@ def test_every_token_has_the_advantage_of_its_response_in_its_group(
 def test_answers_are_checked_by_the_verifier_of_the_task(tmp_path):
     file = tmp_path / "task.jsonl"
     file.write_text('{"prompt": "0+1", "answer": "1"}\n')
-    (tmp_path / "task.json").write_text('{"verifier": "gsm8k"}')
+    (tmp_path / "task.json").write_text('{"verifier": "gsm8k", "instruction": null}')
     _, trained, heldout, _ = load_data(Config(task=str(file)))
     for split in trained, heldout:
         # tiny ends with the sum alone, and gsm8k wants "#### 1".
