@@ -27,8 +27,7 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 # A number where it can be one.
-Number = Annotated[float, Field(allow_inf_nan=False)]
-NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
+AmountOrText = Annotated[Amount | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):

@@ -26,6 +26,7 @@ OF_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints have this, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
+ACTIVATIONS = 2 * 2**30  # bytes that they may take on a CPU
 
 
 def folder_of(model: str) -> str:
@@ -34,8 +35,8 @@ def folder_of(model: str) -> str:
     return str(of_run) if of_run.is_dir() else model
 
 
-def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, int]:
-    """The tokenizer and the context length of a model folder or hub name.
+def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, Any]:
+    """The tokenizer and the config (of texts) of a model folder or hub name.
 
     Raises Refused where there is no such model, where its weights are not those of its
     config.json, where the ranks of a node or its heads cannot be divided among engines
@@ -53,7 +54,7 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
             f"{text_config.vocab_size} embeddings: are both of the same model?"
         )
     check_weights(model, config)
-    return tokenizer, text_config.max_position_embeddings
+    return tokenizer, text_config
 
 
 def load_config_and_tokenizer(model: str) -> tuple[Any, Any]:
@@ -115,7 +116,7 @@ def check_heads(model: str, config: Any, tp: int) -> None:
             f"rollout_tp is {tp}, which does not divide {model}'s {heads} attention "
             f"and {key_heads} key heads"
         )
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = head_size(config)
     if size not in CPU_HEAD_SIZES and not torch.cuda.is_available():
         raise Refused(
             f"{model} has attention heads of size {size}, and vLLM has on a CPU only "
@@ -163,19 +164,13 @@ def stored_weights(model: str) -> dict[str, Any]:
 
     A hub's files are downloaded. Raises Refused where one is not there, or not whole.
     """
-    maybe = {"_raise_exceptions_for_missing_entries": False}
     weights = {}
     try:
-        single = cached_file(model, SAFE_WEIGHTS_NAME, **maybe)
-        index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **maybe)
-        if (single is None) == (index is None):
-            raise OSError(
-                f"there has to be either {SAFE_WEIGHTS_NAME} or an index of shards"
-            )
-        names = {SAFE_WEIGHTS_NAME}
-        if index:
-            names = set(json.loads(Path(index).read_bytes())["weight_map"].values())
-        for name in sorted(names):
+        names = [SAFE_WEIGHTS_NAME]
+        if not cached_file(model, *names, _raise_exceptions_for_missing_entries=False):
+            index = Path(cached_file(model, SAFE_WEIGHTS_INDEX_NAME))
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        for name in names:
             file = safe_open(cached_file(model, name), "pt")
             weights |= {key: file.get_slice(key) for key in file.keys()}
     except (OSError, ValueError, LookupError, SafetensorError) as error:
@@ -184,3 +179,22 @@ def stored_weights(model: str) -> dict[str, Any]:
             "(git lfs pull, where they are pointers)"
         ) from None
     return weights
+
+
+def activation_bytes(config: Any, element: int) -> int:
+    """What all layers keep of a token for its backward pass; `element` is in bytes.
+
+    Each of two RMS norms keeps a float32 input, a normalized and a weighted output.
+    Attention keeps q, k, v and its output, and the MLP four wide activations.
+    """
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", heads)
+    norms = 2 * (4 + 2 * element) * config.hidden_size
+    wide = 2 * (heads + key_heads) * head_size(config) + 4 * config.intermediate_size
+    return config.num_hidden_layers * (norms + element * wide)
+
+
+def head_size(config: Any) -> int:
+    """The elements of an attention head's query or key."""
+    of_config = getattr(config, "head_dim", None)
+    return of_config or config.hidden_size // config.num_attention_heads

@@ -7,19 +7,20 @@ answer of a problem can be read.
 import functools
 import json
 import os
+import pkgutil
 import re
 import sys
 from datetime import datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
-from reward import final_answer, score
-from support.command import Refused, one_line
+from reward import VERIFIERS, final_answer, score
+from support.command import Refused, Stopped, one_line
 
 ROOT = Path(__file__).resolve().parents[1]
 # The first of these columns that a row has is read.
@@ -35,8 +36,8 @@ class Task:
     # A JSONL file, or a hub dataset as "hub_id split [configuration]", or None.
     train: Path | str | None
     heldout: Path | str | None
-    # How reward.score compares.
-    verifier: Literal["exact", "gsm8k", "math"] = "math"
+    # How reward.score compares: by one of VERIFIERS, or module:name.
+    verifier: str = "math"
     # What stands before each problem in its prompt; None for nothing.
     instruction: str | None = (
         "Reason step by step and put the final answer in \\boxed{}."
@@ -104,12 +105,15 @@ def task_of(name_or_path: str) -> Task:
     settings = train.with_name("task.json")
     try:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
-        return Task(train, heldout, **fields)
-    except (ValueError, TypeError) as error:
+        task = Task(train, heldout, **fields)
+        if task.verifier not in VERIFIERS:
+            pkgutil.resolve_name(task.verifier)
+    except Exception as error:  # the user's module may raise any
         raise Refused(
-            f"{settings} may give a verifier (exact, gsm8k or math) and an "
-            f"instruction: {one_line(error)}"
+            f"{settings} may give a verifier ({', '.join(VERIFIERS)} or module:name) "
+            f"and an instruction: {one_line(error)}"
         ) from None
+    return task
 
 
 def source_of(name_or_path: str, split: str) -> Path | str:
@@ -218,7 +222,8 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     responses = (
         golds if verifier == "exact" else [rf"\boxed{{{gold}}}" for gold in golds]
     )
-    rewards = score(responses, golds, verifier)
+    # What another verifier can read, it alone knows.
+    rewards = score(responses, golds, verifier) if verifier in VERIFIERS else golds
     problems = []
     unreadable = []
     for row, gold, reward in zip(rows, golds, rewards, strict=True):
@@ -251,21 +256,37 @@ class Split(NamedTuple):
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, as <think>
 
-    def golds(self, indices: list[int], samples: int) -> list[str]:
-        """The gold answer of each of `samples` responses to each of these problems."""
-        return [
-            self.problems[index]["answer"] for index in indices for _ in range(samples)
-        ]
-
     def score(self, indices: list[int], responses: list[str]) -> list[float]:
         """The reward of each response to the problems with these indices.
 
         Each problem has equally many responses, which are neighbors. A thought that the
         prompt has opened is a part of the response.
         """
-        golds = self.golds(indices, len(responses) // len(indices))
+        samples = len(responses) // len(indices)
+        golds = []
+        for index in indices:
+            golds += [self.problems[index]["answer"]] * samples
         whole = [self.opened + response for response in responses]
-        return score(whole, golds, self.verifier)
+        return score_checked(whole, golds, self.verifier)
+
+
+def score_checked(responses: list[str], golds: list[str], verifier: str) -> list[float]:
+    """reward.score. Raises Stopped where a verifier of the user's own fails."""
+    if verifier in VERIFIERS:
+        return score(responses, golds, verifier)
+    try:
+        rewards = score(responses, golds, verifier)
+        if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
+            raise ValueError(f"gave {rewards[:9]}, and not a number in [0, 1] for each")
+    except Exception as error:  # the user's function may raise any
+        if len(golds) > 1:  # Which of them is it?
+            for response, gold in zip(responses, golds, strict=True):
+                score_checked([response], [gold], verifier)
+        raise Stopped(
+            f"the verifier {verifier} fails on the response {responses[0]!r} with the "
+            f"gold answer {golds[0]!r}: {one_line(error)}"
+        ) from error
+    return rewards
 
 
 def load_split(

@@ -115,13 +115,6 @@ def test_a_file_of_weights_that_is_not_whole_is_refused(damage, sharded, folder)
     assert sentence.endswith("get whole files (git lfs pull, where they are pointers)")
 
 
-def test_a_folder_with_one_file_of_weights_and_an_index_of_others_is_refused(folder):
-    # transformers would take the file, and vLLM the shards.
-    shard(folder)
-    shutil.copy(ROOT / "tiny" / FILE, folder)
-    assert "there has to be either model.safetensors or an index" in refusal(folder)
-
-
 def test_a_tied_head_that_is_stored_twice_and_an_old_buffer_are_taken(folder):
     weights = load_file(folder / FILE)
     weights[HEAD] = weights[EMBEDDING].clone()
