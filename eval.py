@@ -6,9 +6,10 @@
 
 pass@k is the probability that at least one of k samples is right. From n >= k samples,
 c of them right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv
-2107.03374, equation 1). The script writes out_dir/results.json. In float32, the default
-on a CPU, the counts are the same on any number of ranks; a bfloat16 engine rounds
-differently in batches of another size, which flips single tokens.
+2107.03374, equation 1). The script writes out_dir/{results.json, samples.jsonl}. In
+float32, the default on a CPU, the counts are the same on any number of ranks; a
+bfloat16 engine rounds differently in batches of another size, which flips single
+tokens.
 """
 
 import json
@@ -23,7 +24,9 @@ import numpy as np
 import torch.distributed as dist
 from pydantic import Field
 
+from reward import final_answer, without_thoughts
 from rollout import Engine, noise_seed, prompts_of_rank
+from support.checkpoints import make_folder
 from support.command import (
     Count,
     Dtype,
@@ -35,8 +38,10 @@ from support.command import (
     parse_flags,
     run_script,
 )
+from support.log import append_row
 from support.machine import default_dtype, init_distributed
-from support.tasks import Split, check_model, load_split
+from support.models import check_model, folder_of
+from support.tasks import Split, load_split
 
 
 class EvalConfig(Flags):
@@ -107,7 +112,7 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
         low, high = binomtest(round(problems * value), problems).proportion_ci()
     else:
         low, high = bootstrap(
-            [passes], np.mean, method="percentile", rng=0
+            [passes], np.mean, method="percentile", rng=0, batch=100
         ).confidence_interval
     return {"value": value, "interval": [float(low), float(high)]}
 
@@ -131,11 +136,11 @@ def evaluate(
     samples: int = 1,
     seed: int = 0,
     **sampling: Any,
-) -> list[int]:
-    """How many of `samples` responses to each problem are right.
+) -> list[dict[str, list]]:
+    """`samples` responses to each problem, with their rewards and what cut them.
 
     The ranks share the problems, with noise that depends on the problem alone, and all
-    return the counts of all problems. `sampling` are vLLM's SamplingParams. A
+    return the responses to all problems. `sampling` are vLLM's SamplingParams. A
     collective.
     """
     # Rank r of w has the problems r, r + w, ... Every rank has to sample something, as
@@ -148,12 +153,19 @@ def evaluate(
         [noise_seed(seed, i, samples) for i in indices],
         **sampling,
     )
-    rewards = np.array(split.score(indices, rollouts.text))
-    counts = rewards.reshape(-1, samples).sum(axis=1).astype(int).tolist()
+    columns = {
+        "responses": rollouts.text,
+        "rewards": split.score(indices, rollouts.text),
+        "truncated": rollouts.truncated.tolist(),
+    }
+    own = {}
+    for place, index in enumerate(indices):
+        rows = slice(place * samples, (place + 1) * samples)
+        own[index] = {name: column[rows] for name, column in columns.items()}
     gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, dict(zip(indices, counts, strict=True)))
-    correct = {i: count for counts in gathered for i, count in counts.items()}
-    return [correct[i] for i in range(len(split.prompts))]
+    dist.all_gather_object(gathered, own)
+    found = {i: of_problem for part in gathered for i, of_problem in part.items()}
+    return [found[i] for i in range(len(split.prompts))]
 
 
 def heldout_accuracy(
@@ -168,13 +180,13 @@ def heldout_accuracy(
     temperatures = {"heldout_pass@1": policy_temperature, "heldout_greedy": 0.0}
     accuracy = {}
     for name, temperature in temperatures.items():
-        correct = evaluate(
+        found = evaluate(
             engine,
             heldout,
             temperature=temperature,
             max_tokens=max_tokens,
         )
-        accuracy[name] = sum(correct) / len(correct)
+        accuracy[name] = float(np.mean([each["rewards"] == [1.0] for each in found]))
     return accuracy
 
 
@@ -189,9 +201,8 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
         raise Refused(f"samples is {cfg.samples}: greedy samples are all the same")
     if cfg.out_dir and Path(cfg.out_dir).exists():
         raise Refused(f"out_dir {cfg.out_dir} exists: choose another")
-    of_run = Path(cfg.model, "model")
-    model = str(of_run) if of_run.is_dir() else cfg.model
-    tokenizer, context = check_model(model, cfg.rollout_tp)
+    model = folder_of(cfg.model)
+    tokenizer, config = check_model(model, cfg.rollout_tp)
     benchmarks = {}
     for task in cfg.task:
         benchmarks[task] = load_split(
@@ -199,7 +210,7 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
             tokenizer,
             cfg.split,
             limit=cfg.limit,
-            room=context - cfg.max_response_tokens,
+            room=config.max_position_embeddings - cfg.max_response_tokens,
             drop_long=cfg.drop_long,
         )
     return model, benchmarks
@@ -211,8 +222,11 @@ def main() -> None:
     if cfg.dtype == "auto":
         cfg.dtype = default_dtype()
     model, benchmarks = load_benchmarks(cfg)
-    cfg.out_dir = cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}")
+    out = Path(cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}"))
     init_distributed()
+    is_first = dist.get_rank() == 0
+    if is_first:
+        make_folder(out)
     prompts = [prompt for split in benchmarks.values() for prompt in split.prompts]
     engine = Engine(
         model,
@@ -223,9 +237,10 @@ def main() -> None:
         max_num_seqs=cfg.max_num_seqs,
         verbose=cfg.verbose,
     )
-    correct = {}
+    engine.show_progress = is_first
+    content: dict[str, Any] = {"correct": {}, "settings": cfg.model_dump()}
     for task, split in benchmarks.items():
-        correct[task] = evaluate(
+        found = evaluate(
             engine,
             split,
             samples=cfg.samples,
@@ -234,21 +249,33 @@ def main() -> None:
             top_p=cfg.top_p,
             max_tokens=cfg.max_response_tokens,
         )
-    if dist.get_rank() == 0:
-        estimates = estimate(correct, cfg.samples)
-        content = {
-            "pass@k": estimates,
-            "correct": correct,
-            "settings": cfg.model_dump(),
-        }
-        out = Path(cfg.out_dir)
-        out.mkdir(parents=True)
-        (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+        content["correct"][task] = [each["rewards"].count(1.0) for each in found]
+        if is_first:
+            keep(out, task, split, found)
+    if is_first:
+        # The counts are on the disk before the intervals, which take a while.
+        results = out / "results.json"
+        results.write_text(json.dumps(content, indent=1) + "\n")
+        estimates = estimate(content["correct"], cfg.samples)
+        content = {"pass@k": estimates} | content
+        results.write_text(json.dumps(content, indent=1) + "\n")
         for task, by_k in estimates.items():
             for k, passed in by_k.items():
                 low, high = passed["interval"]
                 print(f"{task}: pass@{k} {passed['value']:.3f} [{low:.3f}, {high:.3f}]")
-        print(f"{out}/results.json has this by problem")
+        print(f"{results} has this by problem, and samples.jsonl the responses")
+
+
+def keep(out: Path, task: str, split: Split, found: list[dict[str, list]]) -> None:
+    """Add what `evaluate` found to samples.jsonl, and say what it lacks."""
+    for problem, of_problem in zip(split.problems, found, strict=True):
+        append_row(out / "samples.jsonl", {"task": task, **problem, **of_problem})
+    truncated = np.mean([each["truncated"] for each in found])
+    print(f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens")
+    if split.verifier in ("gsm8k", "math"):
+        texts = [split.opened + text for each in found for text in each["responses"]]
+        unmarked = np.mean([not final_answer(without_thoughts(text)) for text in texts])
+        print(f"{task}: {unmarked:.0%} of them have neither a \\boxed{{}} nor ####")
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def build_policy(
     """
     transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+    stored_dtype = config.dtype or torch.float32
     # The engine has no dropout, and with it rho would be noise.
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
@@ -119,6 +120,7 @@ def build_policy(
         # is a setting of the process: an engine in float32 follows it too.
         torch.set_float32_matmul_precision("high" if dtype == "bfloat16" else "highest")
     policy = Policy(language_model, temperature, getattr(torch, dtype))
+    policy.stored_dtype = stored_dtype
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,
         reduce_dtype=torch.float32,

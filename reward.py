@@ -14,6 +14,7 @@ support/judge.py compares them in processes with a limit of time and memory. An 
 that needs more counts as wrong.
 """
 
+import pkgutil
 import re
 from fractions import Fraction
 
@@ -123,10 +124,12 @@ def score(
 ) -> list[float]:
     """1.0 for each response whose final answer is the gold answer, else 0.0.
 
-    responses and answers are of one length; verifier is "exact", "gsm8k" or "math".
-    Each reward depends on its own response and answer alone.
+    responses and answers are of one length; verifier is "exact", "gsm8k", "math" or
+    module:name, a function of these lists that gives numbers in [0, 1]. Each reward of
+    the first three depends on its own response and answer alone.
 
-    Raises ValueError for lists of unequal lengths, KeyError for another verifier, and
-    RuntimeError if formulas cannot be compared on this machine.
+    Raises ValueError for lists of unequal lengths or another verifier, and RuntimeError
+    if formulas cannot be compared on this machine.
     """
-    return [float(verdict) for verdict in VERIFIERS[verifier](responses, answers)]
+    verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
+    return [float(verdict) for verdict in verify(responses, answers)]

@@ -33,8 +33,9 @@ class Rollouts:
     top_tokens: torch.Tensor  # [N, T, K] the K tokens that pi_b finds most likely there
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of these, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
-    text: list[str]  # [N] the response without special tokens
+    text: list[str]  # [N] the response without its end of sequence
     weight_version: str  # of the weights that sampled: the step they are from
+    gold: list[str] | None = None  # [P] the right answer to each prompt
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], the same for a response's tokens
 
@@ -105,13 +106,16 @@ class Engine:
             # vLLM reads the variable too late for some of its first messages.
             logging.getLogger("vllm").setLevel("ERROR")
             warnings.filterwarnings("ignore", category=FutureWarning)
-        # Not at the top of the file: it takes seconds, and reads the variable above.
+        # On a CPU it would win over kv_cache_gb.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        # Not at the top of the file: it takes seconds, and reads the variables above.
         from transformers import AutoConfig
         from vllm import LLM
 
         cuda = torch.cuda.is_available()
         self.dtype = getattr(torch, dtype)
         self.quantization = quantization
+        self.show_progress = False  # a bar on stderr
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
@@ -155,8 +159,9 @@ class Engine:
         if tp > 1 and not cuda:
             # These ranks have found their shared memory by its name. Without a name it
             # is freed when the last of them ends, and a later run finds none of it.
-            for segment in Path("/dev/shm").glob("*-cpushm*"):
-                segment.unlink(missing_ok=True)
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                if line.endswith("-cpushm"):
+                    Path(line.split(maxsplit=5)[5]).unlink(missing_ok=True)
         self.tokenizer = self.llm.get_tokenizer()
 
     def sample(
@@ -195,7 +200,7 @@ class Engine:
                 )
                 for _, seed in all_requests
             ],
-            use_tqdm=False,
+            use_tqdm=self.show_progress,
         )
         ranks_before = requests_by_rank[: tp_group.rank_in_group]
         first = sum(len(requests) for requests in ranks_before)
@@ -237,8 +242,12 @@ class Engine:
             top_tokens=all_tokens[:, :, 1:],
             top_logp_behavior=all_logp[:, :, 1:],
             truncated=torch.tensor([r.finish_reason == "length" for r in responses]),
+            # Tags of thoughts are special tokens in some models, and stay.
             text=self.tokenizer.batch_decode(
-                [response.token_ids for response in responses], skip_special_tokens=True
+                [
+                    r.token_ids[: -1 if r.finish_reason == "stop" else None]
+                    for r in responses
+                ]
             ),
             weight_version=version,
         )

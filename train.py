@@ -10,7 +10,6 @@ after step 7, and weights "0" are the initial ones. A collective is a function t
 ranks have to call together.
 """
 
-import inspect
 import math
 import os
 import pkgutil
@@ -48,7 +47,8 @@ from support.command import Refused, parse_flags, run_script
 from support.config import Config
 from support.log import Log
 from support.machine import init_distributed
-from support.tasks import Split, check_model, load_split
+from support.models import ACTIVATIONS, activation_bytes, check_model, folder_of
+from support.tasks import Split, load_split
 
 SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
@@ -191,6 +191,7 @@ def sample_batch(
     with log.phase("reward"):
         rollouts.reward = torch.tensor(train.score(indices, rollouts.text))  # [N]
         of_groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
+        rollouts.gold = [train.problems[i]["answer"] for i in indices]
         advantage = group_advantage(of_groups, cfg.scale_advantage)  # (3), [P, G]
         # Every token has the advantage of its response.
         rollouts.advantage = advantage.view(-1, 1) * rollouts.mask  # [N, T]
@@ -268,12 +269,16 @@ def find_objective(
     """
     try:
         objective = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
-        # Five stand-ins for its arguments.
-        inspect.signature(objective).bind(*range(5), **hyper_parameters)
+        # On stand-ins for the four tensors, and at e_B = 1.
+        tensors = (torch.zeros(1, 2) for _ in range(4))
+        of_tokens = objective(*tensors, 1.0, **hyper_parameters)
+        if not of_tokens[torch.tensor([[True, False]])].isfinite().all():
+            raise ValueError("it gives no finite number for each token")
     except Exception as error:  # a module of the user's may raise any
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
-            f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
+            f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters, "
+            "each at least 0, as name=value"
         ) from None
     return partial(objective, **hyper_parameters)
 
@@ -285,8 +290,13 @@ def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
     max_response_tokens. Raises Refused if there is no such model or task, or if a
     prompt does not fit and may not be dropped, or if none is left.
     """
-    tokenizer, context = check_model(cfg.model, cfg.rollout_tp, to_train=True)
-    room = context - cfg.max_response_tokens
+    cfg.model = folder_of(cfg.model)
+    tokenizer, config = check_model(cfg.model, cfg.rollout_tp, to_train=True)
+    if not (torch.cuda.is_available() or cfg.gradient_checkpointing):
+        # On a CPU memory is dear, and smaller parts take no longer.
+        of_token = activation_bytes(config, getattr(torch, cfg.dtype).itemsize)
+        cfg.micro_batch_tokens = min(cfg.micro_batch_tokens, ACTIVATIONS // of_token)
+    room = config.max_position_embeddings - cfg.max_response_tokens
     if cfg.max_prompt_tokens:
         room = min(room, cfg.max_prompt_tokens)
     load = partial(
@@ -338,7 +348,10 @@ def finish_step(step: int, metrics: dict[str, Any], run: Run, cfg: Config) -> No
     """
     if step == cfg.steps:
         weights = full_weights(run.policy)
-        save_model(run.policy.model, weights, run.tokenizer, run.out / "model")
+        save_model(
+            *(run.policy.model, weights, run.tokenizer, run.out / "model"),
+            run.policy.stored_dtype,
+        )
     if step == 0 or is_due(cfg.eval_every, step, cfg):
         metrics = metrics | evaluate_policy(
             run.evaluator, run.policy, run.heldout, cfg, step
@@ -432,7 +445,10 @@ def apply_gradient(
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
     grad_norm = norm.full_tensor().item()
     if not math.isfinite(grad_norm):
-        raise FloatingPointError(f"step {step}: the gradient is not finite")
+        raise FloatingPointError(
+            f"step {step}: the gradient is not finite: lower learning_rate, or raise "
+            "warmup_updates, and --resume if there is a checkpoint"
+        )
     optimizer.step()
     optimizer.zero_grad()
     return grad_norm

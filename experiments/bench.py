@@ -50,7 +50,8 @@ from rollout import Engine, Rollouts
 from support.command import Flags, PositiveCount, Refused, parse_flags, run_script
 from support.log import PHASES, Log
 from support.machine import init_distributed
-from support.tasks import check_model, load_task, task_of
+from support.models import check_model
+from support.tasks import load_task, task_of
 from train import (
     Config,
     build_engines,

@@ -25,6 +25,7 @@ from support.command import (
     parse_flags,
     run_script,
 )
+from support.models import activation_bytes
 from train import Config
 
 GB = 2**30
@@ -53,7 +54,7 @@ class Shape(NamedTuple):
     root: int  # the weights outside of the layers: embedding, last norm, head
     layers: int  # how many layers there are
     hidden: int  # the hidden state of a token
-    mlp: int  # a wide activation of a token in the MLP
+    activations: int  # bytes that all layers keep of a token
     query: int  # q of a token in a layer
     key_value: int  # k of a token in a layer, and v
 
@@ -78,21 +79,10 @@ def shape_of(model_name: str) -> Shape:
         root=total - sum(weight.numel() for weight in in_layers),
         layers=len(layers),
         hidden=config.hidden_size,
-        mlp=config.intermediate_size,
+        activations=activation_bytes(config, ELEMENT),
         query=attention.q_proj.out_features,
         key_value=attention.k_proj.out_features,
     )
-
-
-def activation_bytes(shape: Shape) -> int:
-    """What a layer keeps of a token for its backward pass.
-
-    Each of two RMS norms keeps a float32 input, a normalized and a weighted output.
-    Attention keeps q, k, v and its output, and the MLP four wide activations.
-    """
-    norms = 2 * (4 + 2 * ELEMENT) * shape.hidden
-    wide = 2 * shape.query + 2 * shape.key_value + 4 * shape.mlp
-    return norms + ELEMENT * wide
 
 
 def engine_bytes(cfg: Config, shape: Shape, quantization: str) -> int:
@@ -115,11 +105,10 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
     engine = engine_bytes(cfg, shape, cfg.rollout_quantization)
     prompt = cfg.max_prompt_tokens or PROMPT
     tokens = max(cfg.micro_batch_tokens, prompt + cfg.max_response_tokens)
-    layer = activation_bytes(shape)
-    kept = shape.layers * layer
+    kept = shape.activations
     if cfg.gradient_checkpointing:
         # Of each layer its input alone, and all of the one that is computed again.
-        kept = shape.layers * ELEMENT * shape.hidden + layer
+        kept = shape.layers * ELEMENT * shape.hidden + kept // shape.layers
     vocabulary = shape.head // shape.hidden
     update = {
         "gradient: 4 P / R": 4 * shape.total // ranks,

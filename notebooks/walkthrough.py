@@ -36,7 +36,8 @@ from loss import (
 from policy import build_policy, full_weights
 from rollout import Engine, noise_seed
 from support.machine import init_distributed
-from support.tasks import check_model, load_split
+from support.models import check_model
+from support.tasks import load_split
 
 mesh = init_distributed()
 engine = Engine("tiny", 128, dtype="float32", top_logprobs=20)

@@ -8,8 +8,10 @@ torch.distributed.checkpoint writes, and of each rank the step's metrics and the
 rollouts that wait.
 """
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -30,7 +32,7 @@ KEPT = 2  # checkpoints of a run, the newest
 # Fields that a resumed run may change, as they do not change what it learns. With a lag
 # `steps` does: a run samples nothing that its last step will not use.
 MAY_DIFFER = {
-    *("out_dir", "eval_every", "save_every", "resume", "verbose"),
+    *("out_dir", "eval_every", "save_every", "resume", "verbose", "environment"),
     # These set the memory, of which a run may have had too little. They change nothing
     # but rounding.
     *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),
@@ -69,8 +71,17 @@ def check_out_dir(cfg: Any) -> None:
 
 
 def config_of(cfg: Any) -> dict[str, Any]:
-    """What config.json holds: the fields of a train.Config, and the number of ranks."""
-    return {**cfg.model_dump(), "ranks": int(os.environ.get("WORLD_SIZE", 1))}
+    """What config.json holds: the fields of a train.Config, the number of ranks, and
+    the variables of vLLM, torch and OpenMP, which may change a run."""
+    libraries = re.compile(
+        "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
+    )
+    variables = sorted(filter(libraries.match, os.environ))
+    return {
+        **cfg.model_dump(),
+        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+        "environment": {name: os.environ[name] for name in variables},
+    }
 
 
 def make_out_dir(cfg: Any) -> Path:
@@ -81,9 +92,10 @@ def make_out_dir(cfg: Any) -> Path:
     cfg.out_dir = named[0]
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0 and not cfg.resume:
-        out.mkdir(parents=True)
+        make_folder(out)
         (out / "config.json").write_text(json.dumps(config_of(cfg), indent=1) + "\n")
     if dist.get_rank() == 0:
+        take_folder(out)
         is_slow = "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and bfloat16_is_slow()
         note = " (bfloat16 is slow on this CPU)" if is_slow else ""
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
@@ -92,6 +104,26 @@ def make_out_dir(cfg: Any) -> Path:
             "apart; KL: nats a token; tokens: of a response"
         )
     return out
+
+
+def make_folder(out: Path) -> None:
+    """Make an out_dir. Raises Refused where that cannot be."""
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise Refused(f"out_dir {out} cannot be made: {error.strerror}") from None
+
+
+def take_folder(out: Path) -> None:
+    """Lock a run's folder until this process ends. Raises Refused if another has it."""
+    try:
+        fcntl.lockf(
+            os.open(out / "config.json", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB
+        )
+    except BlockingIOError:
+        raise Refused(f"out_dir {out}: another run is at work there") from None
+    except OSError:
+        pass  # Some file systems know no locks.
 
 
 def save_checkpoint(
@@ -128,7 +160,8 @@ def save_checkpoint(
     except (CheckpointException, OSError, RuntimeError) as error:
         raise Stopped(
             f"step {step}: the checkpoint cannot be written to {unfinished}: "
-            f"{last_line(error)}; --resume goes on from the one before"
+            f"{last_line(error)}; {len(checkpoints(out))} are there that --resume can "
+            "go on from"
         ) from error
 
 
@@ -173,16 +206,18 @@ def save_model(
     weights: Iterable[tuple[str, torch.Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """A folder that transformers and vLLM load, written whole and then renamed.
 
-    `weights` are those of policy.full_weights, which rank 0 keeps in main memory. A
-    collective. Raises Stopped where it cannot be written.
+    `weights` are those of policy.full_weights, which rank 0 keeps in main memory, and
+    `dtype` is what they are stored in, a tied head once. A collective. Raises Stopped
+    where it cannot be written.
     """
     kept = {}
     for name, weight in weights:
-        if dist.get_rank() == 0:
-            kept[name] = weight.cpu()
+        if dist.get_rank() == 0 and name not in model.all_tied_weights_keys:
+            kept[name] = weight.to("cpu", dtype)
     if dist.get_rank() > 0:
         return
     unfinished = folder.with_name("model.unfinished")
@@ -194,6 +229,8 @@ def save_model(
         model.generation_config.do_sample = True
     try:
         model.save_pretrained(unfinished, state_dict=kept)
+        model.config.dtype = dtype  # It has written that of the master weights.
+        model.config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
         unfinished.rename(folder)

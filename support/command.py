@@ -2,7 +2,8 @@
 
 A configuration is a class of fields, each with its type, limits, default and a sentence
 for --help. pydantic-settings makes every field a flag of the same name. A YAML file,
-given by --config, may set the same fields; a flag overrides it.
+given by --config, may set the same fields: a later one overrides an earlier one, and a
+flag all of them.
 """
 
 import argparse
@@ -26,8 +27,7 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 # A number where it can be one.
-Number = Annotated[float, Field(allow_inf_nan=False)]
-NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
+AmountOrText = Annotated[Amount | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):
@@ -64,9 +64,11 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
     Raises Refused on an unknown flag or key, or a value that its field does not take.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
+    parser.add_argument("--config", action="append", default=[])
     given, flags = parser.parse_known_args(arguments)
-    recipe = read_recipe(given.config) if given.config else {}
+    recipe = {}
+    for path in given.config:
+        recipe |= read_recipe(path)
     try:
         return kind(_cli_parse_args=flags, _cli_exit_on_error=False, **recipe)
     except ValidationError as error:
@@ -80,13 +82,25 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """The fields that a YAML file sets. Raises Refused where it is no such file."""
+    """The fields that a YAML file sets, or a run's config.json. Else raises Refused."""
     try:
-        fields = dict(yaml.safe_load(Path(path).read_text()))
-        return {str(name): value for name, value in fields.items()}
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise Refused(f"--config {path} is no YAML file of fields: {reason}") from None
+        fields = yaml.safe_load(Path(path).read_text())
+        if not isinstance(fields, dict):
+            raise ValueError("write `name: value`, one a line")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise Refused(
+            f"--config {path} is no YAML file of fields: {one_line(error)}"
+        ) from None
+    if "environment" in fields:
+        # A run's config.json is repeated, in a folder of its own.
+        for name in ("environment", "ranks", "out_dir", "resume"):
+            del fields[name]
+    return {str(name): value for name, value in fields.items()}
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without its line breaks."""
+    return " ".join(str(error).split())
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from support.command import (
     Amount,
+    AmountOrText,
     Count,
     Dtype,
     Flags,
-    NumberOrText,
     PositiveAmount,
     PositiveCount,
     Probability,
@@ -38,8 +38,8 @@ class Config(Flags):
     # The objective
     objective: str = "p3o"
     """p3o, reinforce, grpo, or module:name, as experiments.objectives:dapo"""
-    objective_args: dict[str, NumberOrText] = {}
-    """a hyper-parameter of it, name=value; may be given several times"""
+    objective_args: dict[str, AmountOrText] = {}
+    """a hyper-parameter of it, name=value, at least 0; may be given several times"""
     scale_advantage: bool = True
     """divide the advantage by its group's standard deviation"""
 
@@ -93,7 +93,8 @@ class Config(Flags):
     rollout_dtype: Dtype = "auto"
     """the engine computes in it; auto: bfloat16 where that is fast, else float32"""
     micro_batch_tokens: PositiveCount = 16384
-    """tokens of a forward pass, padding included: sets the memory, not the result"""
+    """tokens of a forward pass, padding included: sets the memory, not the result; on a
+    CPU fewer, where their activations would take over 2 GB"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
     rollout_tp: PositiveCount = 1

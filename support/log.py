@@ -130,7 +130,7 @@ class Log:
         if 0 < step == self.done:
             # Of a resumed run: the line may be there, or the run was killed before it.
             keep_steps(self.out / "metrics.jsonl", step - 1)
-        self.append("metrics.jsonl", metrics)
+        append_row(self.out / "metrics.jsonl", metrics)
         columns = [f"step {step:4d}"]
         if step > 0:
             columns.append(f"reward {metrics['reward']:.3f}")
@@ -148,7 +148,7 @@ class Log:
         self.start_of_step = now
 
     def append_samples(self, step: int, rollouts: Any) -> None:
-        """The first response to each of rank 0's first two prompts, with their rewards.
+        """The first response to each of rank 0's first two prompts, with its reward.
 
         The prompt is the whole text that was sent, with the template's special tokens.
         """
@@ -159,16 +159,9 @@ class Log:
                 "reward": rollouts.reward[row].item(),
                 "prompt": self.tokenizer.decode(prompt),
                 "response": rollouts.text[row],
+                "answer": rollouts.gold[row // self.group_size],
             }
-            self.append("samples.jsonl", sample)
-
-    def append(self, name: str, row: dict[str, Any]) -> None:
-        """Add a line to a file of the run. Raises Stopped, as on a full disk."""
-        try:
-            with open(self.out / name, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise Stopped(f"{self.out / name} cannot be written: {error}") from error
+            append_row(self.out / "samples.jsonl", sample)
 
     def finish(self) -> None:
         """The final table and curves.png, from metrics.jsonl, by rank 0."""
@@ -185,8 +178,22 @@ class Log:
             seconds = sum(row[f"{phase}_seconds"] for row in steps)
             print(f"seconds in {phase:13}{'':8}{seconds:8.1f}")
         print(f"{'seconds in all':24}{'':8}{time.perf_counter() - self.start:8.1f}")
+        if not any(row["groups_with_signal"] for row in steps):
+            print(
+                "\nno group ever had a signal, so nothing was learned: the responses "
+                "to each prompt all had the same reward (samples.jsonl has some)"
+            )
         draw_curves(rows, self.out / "curves.png")
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Add a line to a JSONL file. Raises Stopped, as on a full disk."""
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise Stopped(f"{path} cannot be written: {error}") from error
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,15 @@ import torch.distributed as dist
 
 from support.command import Refused
 
+# What torchrun would set. Port 0 is any free one.
+OF_THE_ONLY_RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 # Parameters of mallopt, as in glibc's malloc.h.
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
@@ -20,14 +29,18 @@ def init_distributed() -> dist.DeviceMesh:
 
     The mesh is [nodes, ranks of a node]. Call this before building an Engine, which
     would otherwise make a process group of its own, of the wrong size. Raises Refused
-    if torch is built for CUDA and finds no GPU.
+    if torch is built for CUDA and finds no GPU, or if another launcher than torchrun
+    has started several ranks.
     """
-    if "RANK" not in os.environ:
-        # Not under torchrun. Port 0 is any free one.
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
+    missing = [name for name in OF_THE_ONLY_RANK if name not in os.environ]
+    if missing and os.environ.get("WORLD_SIZE", "1") == "1":
+        os.environ.update(OF_THE_ONLY_RANK)
+    elif missing:
+        raise Refused(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {', '.join(missing)} not "
+            "set: start the ranks by torchrun (on each node, with --nnodes and "
+            "--node-rank), or unset WORLD_SIZE for one rank"
         )
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
     if torch.cuda.is_available():

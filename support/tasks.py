@@ -1,4 +1,4 @@
-"""Tasks and models, as the user names them: problems, prompts, and what is refused.
+"""Tasks, as the user names them: problems, prompts, and what is refused.
 
 reward.py decides what counts as a correct answer. It is asked here whether the gold
 answer of a problem can be read.
@@ -7,22 +7,26 @@ answer of a problem can be read.
 import functools
 import json
 import os
+import pkgutil
 import re
 import sys
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+from unicodedata import normalize
 
+from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
-from reward import final_answer, score
-from support.command import Refused
+from reward import VERIFIERS, final_answer, score
+from support.command import Refused, Stopped, one_line
 
 ROOT = Path(__file__).resolve().parents[1]
 # The first of these columns that a row has is read.
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
-# What policy.py is written for: base_model.layers, a linear head and no dropout.
-TRAINABLE = ("llama", "mistral", "qwen2", "qwen3")
+# At the end of a prompt, where a chat template opens the thoughts itself.
+OPENED = re.compile(r"[<\[][^/\s<\[]*think[^\s<\[]*\s*\Z", re.IGNORECASE)
 
 
 @dataclass(config={"extra": "forbid"})
@@ -32,8 +36,8 @@ class Task:
     # A JSONL file, or a hub dataset as "hub_id split [configuration]", or None.
     train: Path | str | None
     heldout: Path | str | None
-    # How reward.score compares.
-    verifier: Literal["exact", "gsm8k", "math"] = "math"
+    # How reward.score compares: by one of VERIFIERS, or module:name.
+    verifier: str = "math"
     # What stands before each problem in its prompt; None for nothing.
     instruction: str | None = (
         "Reason step by step and put the final answer in \\boxed{}."
@@ -46,6 +50,7 @@ class Row(NamedTuple):
     problem: str
     answer: str
     solution: str  # a worked one, with the answer in a box
+    number: int  # its line in a file, or its place in a hub dataset
 
 
 AIME24 = "HuggingFaceH4/aime_2024 train"
@@ -100,12 +105,15 @@ def task_of(name_or_path: str) -> Task:
     settings = train.with_name("task.json")
     try:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
-        return Task(train, heldout, **fields)
-    except (ValueError, TypeError) as error:
+        task = Task(train, heldout, **fields)
+        if task.verifier not in VERIFIERS:
+            pkgutil.resolve_name(task.verifier)
+    except Exception as error:  # the user's module may raise any
         raise Refused(
-            f"{settings} may give a verifier (exact, gsm8k or math) and an "
-            f"instruction: {one_line(error)}"
+            f"{settings} may give a verifier ({', '.join(VERIFIERS)} or module:name) "
+            f"and an instruction: {one_line(error)}"
         ) from None
+    return task
 
 
 def source_of(name_or_path: str, split: str) -> Path | str:
@@ -126,42 +134,56 @@ def load_rows(source: Path | str) -> list[Row]:
     Raises Refused if it cannot be loaded, or if a line is no JSON object.
     """
     rows = []
-    for fields in read_jsonl(source) if isinstance(source, Path) else read_hub(source):
+    read = read_jsonl if isinstance(source, Path) else read_hub
+    for number, fields in read(source).items():
         texts = {column: text_of(value) for column, value in fields.items()}
         problems = [texts[column] for column in PROBLEM_COLUMNS if texts.get(column)]
         row = Row(
             problem=problems[0] if problems else "",
             answer=texts.get("answer", ""),
             solution=texts.get("solution", ""),
+            number=number,
         )
         rows.append(row)
     return rows
 
 
 def text_of(value: Any) -> str:
-    """What a column says, if that is a text or a number; else ""."""
-    return str(value).strip() if isinstance(value, (str, int, float)) else ""
+    """What a column says, if that is a text or a finite number; else ""."""
+    if isinstance(value, (int, float)):
+        value = "" if isinstance(value, bool) or not isfinite(value) else str(value)
+    return value.strip() if isinstance(value, str) else ""
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. A number remains the text that it is there."""
-    rows = []
+def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
+    """The objects of a JSONL file by their lines. A number remains the text there."""
+    rows = {}
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise Refused(f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            rows.append(dict(json.loads(line, parse_int=str, parse_float=str)))
-        except (ValueError, TypeError) as error:
+            fields = json.loads(
+                line, parse_int=str, parse_float=str, parse_constant=lambda name: None
+            )
+            # Half of a character, as "\ud83d", is a text for Python alone.
+            json.dumps(fields, ensure_ascii=False).encode()
+            if not isinstance(fields, dict):
+                raise ValueError(f"this is a {type(fields).__name__}")
+        except ValueError as error:
             raise Refused(
-                f"{path}, line {number} is no JSON object: {one_line(error)}"
+                f"{path}, line {number} is no JSON object, and a task has one a line: "
+                f"{one_line(error)}"
             ) from None
+        rows[number] = fields
     return rows
 
 
-def read_hub(source: str) -> list[dict[str, Any]]:
-    """The rows of "hub_id split [configuration]"."""
+def read_hub(source: str) -> dict[int, dict[str, Any]]:
+    """The rows of "hub_id split [configuration]" by their numbers."""
     from datasets import load_dataset  # it takes seconds to import
 
     hub_id, split, *configuration = source.split()
@@ -170,12 +192,11 @@ def read_hub(source: str) -> list[dict[str, Any]]:
     except Exception as error:  # its kinds are many, from the network's to the hub's
         raise Refused(f"{source} cannot be loaded: {one_line(error)}") from None
     # AMO-Bench marks answers that only a reader can judge.
-    return [row for row in rows if row.get("answer_type") != "description"]
-
-
-def one_line(error: Exception) -> str:
-    """An error's message without its line breaks."""
-    return " ".join(str(error).split())
+    return {
+        number: row
+        for number, row in enumerate(rows, start=1)
+        if row.get("answer_type") != "description"
+    }
 
 
 def gold_answer(row: Row) -> str:
@@ -201,7 +222,8 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     responses = (
         golds if verifier == "exact" else [rf"\boxed{{{gold}}}" for gold in golds]
     )
-    rewards = score(responses, golds, verifier)
+    # What another verifier can read, it alone knows.
+    rewards = score(responses, golds, verifier) if verifier in VERIFIERS else golds
     problems = []
     unreadable = []
     for row, gold, reward in zip(rows, golds, rewards, strict=True):
@@ -215,7 +237,7 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
         note = (
             f"{len(unreadable)} of the {len(rows)} rows of {source} have no problem "
             f"with an answer that {verifier!r} can read; the first is row "
-            f"{rows.index(unreadable[0]) + 1}"
+            f"{unreadable[0].number}"
         )
         if isinstance(source, Path) or not problems:
             raise Refused(
@@ -232,17 +254,39 @@ class Split(NamedTuple):
     problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
     prompts: list[list[int]]  # token ids, a prompt for each problem
     verifier: str
+    opened: str = ""  # the tag of thoughts with which the prompts end, as <think>
 
     def score(self, indices: list[int], responses: list[str]) -> list[float]:
         """The reward of each response to the problems with these indices.
 
-        Each problem has equally many responses, which are neighbors.
+        Each problem has equally many responses, which are neighbors. A thought that the
+        prompt has opened is a part of the response.
         """
         samples = len(responses) // len(indices)
-        answers = []
+        golds = []
         for index in indices:
-            answers += [self.problems[index]["answer"]] * samples
-        return score(responses, answers, self.verifier)
+            golds += [self.problems[index]["answer"]] * samples
+        whole = [self.opened + response for response in responses]
+        return score_checked(whole, golds, self.verifier)
+
+
+def score_checked(responses: list[str], golds: list[str], verifier: str) -> list[float]:
+    """reward.score. Raises Stopped where a verifier of the user's own fails."""
+    if verifier in VERIFIERS:
+        return score(responses, golds, verifier)
+    try:
+        rewards = score(responses, golds, verifier)
+        if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
+            raise ValueError(f"gave {rewards[:9]}, and not a number in [0, 1] for each")
+    except Exception as error:  # the user's function may raise any
+        if len(golds) > 1:  # Which of them is it?
+            for response, gold in zip(responses, golds, strict=True):
+                score_checked([response], [gold], verifier)
+        raise Stopped(
+            f"the verifier {verifier} fails on the response {responses[0]!r} with the "
+            f"gold answer {golds[0]!r}: {one_line(error)}"
+        ) from error
+    return rewards
 
 
 def load_split(
@@ -256,47 +300,56 @@ def load_split(
 ) -> Split:
     """The first `limit` problems of a task's split (0: all), with their prompts.
 
-    Prompts of more than `room` tokens are left out if `drop_long`. Raises Refused if
-    there are such prompts and not `drop_long`, or if none is left.
+    Prompts of more than `room` tokens are left out and counted if `drop_long`, and
+    Refused otherwise, or if no other is left. Refused is a character that the tokenizer
+    cannot write, too.
     """
     task = task_of(name_or_path)
-    problems, prompts = encode_problems(
-        load_task(name_or_path, split)[: limit or None],
-        tokenizer,
-        instruction=task.instruction,
-        room=room,
-        drop_long=drop_long,
-        name=f"{split} prompts of {name_or_path}",
-    )
-    return Split(problems, prompts, task.verifier)
-
-
-def encode_problems(
-    problems: list[dict[str, str]],
-    tokenizer: Any,
-    *,
-    instruction: str | None,
-    room: int,
-    drop_long: bool,
-    name: str,
-) -> tuple[list[dict[str, str]], list[list[int]]]:
-    """The problems that fit, and their prompts as token ids.
-
-    Prompts of more than `room` tokens are left out and counted if `drop_long`, and
-    Refused otherwise, or if no other is left. `name` is what messages call them.
-    """
-    prompts = [encode_prompt(tokenizer, p["prompt"], instruction) for p in problems]
+    problems = load_task(name_or_path, split)[: limit or None]
+    check_characters(tokenizer, task.instruction, problems)
+    prompts = [
+        encode_prompt(tokenizer, problem["prompt"], task.instruction)
+        for problem in problems
+    ]
     kept = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
     dropped = len(prompts) - len(kept)
     if dropped:
-        note = f"{dropped} of {len(prompts)} {name} have over {room} tokens"
+        note = (
+            f"{dropped} of {len(prompts)} {split} prompts of {name_or_path} have over "
+            f"{max(room, 0)} tokens"
+        )
         if not kept or not drop_long:
             raise Refused(
-                f"{note}: lower max_response_tokens, raise max_prompt_tokens, or drop "
-                "them (train.py: --max_prompt_tokens, eval.py: --drop_long)"
+                f"{note}, which the model's context, max_response_tokens and "
+                "max_prompt_tokens leave: change these, or drop such prompts (train.py "
+                "does by a max_prompt_tokens above 0, eval.py by --drop_long)"
             )
         say_once(f"{note}, and are left out")
-    return [problems[number] for number in kept], [prompts[number] for number in kept]
+    opened = OPENED.search(tokenizer.decode(prompts[0]))
+    return Split(
+        [problems[number] for number in kept],
+        [prompts[number] for number in kept],
+        task.verifier,
+        opened[0] if opened else "",
+    )
+
+
+def check_characters(
+    tokenizer: Any, instruction: str | None, problems: list[dict[str, str]]
+) -> None:
+    """Raises Refused where a prompt or a gold answer has what the model cannot write.
+
+    Blanks, and which of its forms Unicode has for a character, do not matter.
+    """
+    texts = [text for problem in problems for text in problem.values()]
+    for character in dict.fromkeys("".join([instruction or "", *texts])):
+        token_ids = tokenizer.encode(character, add_special_tokens=False)
+        written = normalize("NFKC", tokenizer.decode(token_ids))
+        if normalize("NFKC", character).strip() not in written:
+            raise Refused(
+                f"the model's tokenizer cannot write {character!r} of the task (the "
+                "embedded policy knows digits and a few signs): give another --model"
+            )
 
 
 def encode_prompt(
@@ -310,61 +363,24 @@ def encode_prompt(
     """
     text = f"{instruction}\n\n{problem}" if instruction else problem
     if not tokenizer.chat_template:
-        return tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}],  # no system message: some refuse one
-        add_generation_prompt=True,
-        return_dict=False,
-        # A template that prints the date prints the same one in every run.
-        strftime_now=datetime(2026, 1, 1).strftime,
-    )
+        token_ids = tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
+        # Some tokenizers append their end of sequence.
+        while token_ids[-1] in tokenizer.all_special_ids:
+            token_ids.pop()
+        return token_ids
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],  # no system message: some refuse one
+            add_generation_prompt=True,
+            return_dict=False,
+            # A template that prints the date prints the same one in every run.
+            strftime_now=datetime(2026, 1, 1).strftime,
+        )
+    except TemplateError as error:
+        raise Refused(f"the model's chat template fails: {one_line(error)}") from None
 
 
 def say_once(note: str) -> None:
     """Print what the user should know on stderr, on one rank."""
     if os.environ.get("RANK", "0") == "0":
         print(note, file=sys.stderr)
-
-
-def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, int]:
-    """The tokenizer and the context length of a model folder or hub name.
-
-    Raises Refused where there is no such model, where the ranks of a node or its
-    heads cannot be divided among engines of `tp` ranks, or where policy.py
-    cannot train it.
-    """
-    from transformers import AutoConfig, AutoTokenizer  # they take seconds to import
-
-    if not Path(model).is_dir() and "/" not in model:
-        raise Refused(f"no model at {model!r}: neither a folder nor a hub's owner/name")
-    try:
-        # A model folder is data: code that it brings along is never run.
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        # Mistral's own tokenizers have no chat template, and look like a base model's.
-        tokenizer = AutoTokenizer.from_pretrained(
-            model, trust_remote_code=False, mistral_format=False
-        )
-    except (OSError, ValueError) as error:
-        raise Refused(f"no model at {model!r}: {one_line(error)}") from None
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if ranks_of_node % tp:
-        raise Refused(
-            f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
-        )
-    if to_train and config.model_type not in TRAINABLE:
-        raise Refused(
-            f"{model} is of type {config.model_type}, which train.py has not learnt to "
-            f"train: give one of type {', '.join(TRAINABLE)}"
-        )
-    if to_train and getattr(config, "quantization_config", None):
-        raise Refused(f"{model} is quantized: train.py needs a model that is not")
-    config = config.get_text_config()  # a part of it, for images and text
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", heads)
-    # A rank has several of the key heads, or several ranks have one.
-    if heads % tp or max(key_heads, tp) % min(key_heads, tp):
-        raise Refused(
-            f"rollout_tp is {tp}, which does not divide {model}'s {heads} attention "
-            f"and {key_heads} key heads"
-        )
-    return tokenizer, config.max_position_embeddings

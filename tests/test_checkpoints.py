@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from policy import build_policy
 from support.checkpoints import load_checkpoint, save_checkpoint, save_model
 from support.command import Refused, Stopped
-from support.log import Log, keep_steps
+from support.log import append_row, keep_steps
 
 
 def names(out: Path) -> list[str]:
@@ -189,11 +189,10 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_can_be(
     assert loaded_step(tmp_path, policy, optimizer) == 1
 
 
-def test_a_log_that_cannot_be_written_is_a_sentence(group, tmp_path):
+def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(" " * 1000)
-    log = Log(tmp_path, tokenizer=None, group_size=2, steps=1, done=0)
     with files_of_at_most(1000), pytest.raises(Stopped, match="cannot be written: "):
-        log.append("metrics.jsonl", {"step": 1})
+        append_row(tmp_path / "metrics.jsonl", {"step": 1})
 
 
 def test_a_model_that_cannot_be_written_is_a_sentence_and_leaves_no_model(

@@ -10,8 +10,11 @@ from conftest import refusal_of
 from launch import torchrun
 
 import eval
+import train
 from eval import EvalConfig, estimate, evaluate, load_benchmarks, pass_at_k
-from rollout import noise_seed
+from reward import score
+from rollout import Engine, noise_seed
+from support.command import Refused
 
 # pass@k
 
@@ -82,7 +85,8 @@ def test_a_single_problem_tells_nothing_of_others():
 def test_an_evaluation_counts_the_right_samples_of_each_problem(
     engine, policy, heldout
 ):
-    counts = evaluate(engine, heldout, samples=2, max_tokens=64)
+    found = evaluate(engine, heldout, samples=2, max_tokens=64)
+    counts = [each["rewards"].count(1.0) for each in found]
     assert len(counts) == 512
     assert set(counts) == {0, 1, 2}
     # The embedded policy solves 0.44: standard error at most sqrt(0.25 / 512) = 0.022.
@@ -96,7 +100,7 @@ def evaluate_here(run_here: Any, out: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
-    run_here, tmp_path, capsys
+    run_here, tmp_path, capsys, monkeypatch
 ):
     lines = Path("tiny/heldout.jsonl").read_text().splitlines()
     (tmp_path / "sums").mkdir()
@@ -104,6 +108,8 @@ def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
     sums.write_text("\n".join(lines[100:109]))
     (tmp_path / "sums/task.json").write_text(Path("tiny/task.json").read_text())
     flags = [f"--task=tiny,{sums.parent}", "--samples=3", "--limit=20"]
+    # People who use vLLM on a CPU export it. Here the field decides.
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
     result = evaluate_here(run_here, tmp_path / "out", *flags)
     assert result["settings"]["limit"] == 20
     tiny, own = result["correct"].values()
@@ -116,6 +122,43 @@ def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
         assert [each["value"] for each in estimates] == pytest.approx(means)
     printed = capsys.readouterr().out
     assert f"tiny: pass@1 {result['pass@k']['tiny']['1']['value']:.3f} [" in printed
+    samples = [json.loads(line) for line in open(tmp_path / "out/samples.jsonl")]
+    assert [sample["rewards"].count(1.0) for sample in samples] == tiny + own
+    for sample in samples:
+        assert (
+            score(sample["responses"], [sample["answer"]] * 3, "exact")
+            == (sample["rewards"])
+        )
+    cut = [cut for sample in samples[:20] for cut in sample["truncated"]]
+    assert f"tiny: {sum(cut) / 60:.0%} of the responses are cut at" in printed
+
+
+def test_an_answer_that_is_marked_nowhere_is_counted_and_counts_outlast_the_intervals(
+    run_here, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1+2", "answer": "3"}\n')
+    (tmp_path / "task.json").write_text('{"instruction": null}')
+
+    def fail(correct: dict[str, list[int]], n: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(eval, "estimate", fail)
+    with pytest.raises(MemoryError):
+        evaluate_here(run_here, tmp_path / "out", f"--task={tmp_path / 't.jsonl'}")
+    # tiny ends with the sum alone.
+    assert ": 100% of them have neither a \\boxed{} nor ####" in capsys.readouterr().out
+    content = json.loads((tmp_path / "out/results.json").read_text())
+    assert list(content["correct"].values()) == [[0]]
+
+
+@pytest.mark.parametrize("script", [train, eval])
+def test_an_out_dir_that_cannot_be_is_refused_before_an_engine_is_built(
+    script, run_here, monkeypatch
+):
+    monkeypatch.setattr(Engine, "__init__", lambda *_: pytest.fail("too late"))
+    sentence = "out_dir README.md/run cannot be made: Not a directory"
+    with pytest.raises(Refused, match=sentence):
+        run_here(script, "--out_dir=README.md/run")
 
 
 def test_the_script_samples_as_its_flags_say(run_here, tmp_path, asked):

@@ -1,5 +1,6 @@
 """Flags and recipes: what they are taken for, and what is refused in one sentence."""
 
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from launch import ENVIRONMENT
 import support.checkpoints
 import support.machine
 from eval import EvalConfig
+from support.checkpoints import config_of
 from support.command import Refused, parse_flags
 from train import Config, find_objective
 
@@ -56,6 +58,18 @@ def test_flags_override_the_recipe_and_the_recipe_the_defaults(recipe):
     assert (cfg.objective, cfg.steps, cfg.resume) == ("grpo", 9, False)
     assert cfg.learning_rate == 1e-5  # a text for YAML, which wants 1.0e-5
     assert cfg.group_size == Config().group_size == 8
+
+
+def test_a_later_recipe_overrides_an_earlier_one_and_a_runs_config_is_one(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("steps: 7\nlag: 2\n")
+    second.write_text("steps: 9\n")
+    files = [f"--config={first}", f"--config={second}"]
+    run = parse_flags(Config, [*files, "--out_dir=taken", "--learning_rate=1e-5"])
+    assert (run.steps, run.lag) == (9, 2)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(run)))
+    again = parse_flags(Config, [f"--config={tmp_path / 'config.json'}"])
+    assert again == run.model_copy(update={"out_dir": ""})
 
 
 def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
@@ -110,11 +124,15 @@ def test_several_tasks_are_given_with_commas():
         ("--objective=ppo", "objective 'ppo'"),
         ("--objective=experiments.objectives:none", "no attribute 'none'"),
         ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),  # of p3o
+        ("--objective=grpo --objective_args=eps=nan", "takes {'eps': 'nan'}: "),
+        # Its bounds, 1 - eps and 1 + eps, would be crossed.
+        ("--objective=grpo --objective_args=eps=-1", "takes {'eps': '-1'}: "),
+        ("--objective=builtins:print", "no objective 'builtins:print' that takes"),
         ("--minibatches=3", "prompts_per_step is 32: give a multiple of 3"),
     ],
 )
 def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
-    assert sentence in refusal(flag)
+    assert sentence in refusal(*flag.split())
 
 
 @pytest.mark.parametrize(
@@ -122,11 +140,12 @@ def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
     [
         ("clip_range: 0.2\n", "clip_range is 0.2: Extra inputs are not permitted"),
         ("steps: 3.5\n", "steps is 3.5: Input should be a valid integer"),
-        ("- steps\n", "is no YAML file of fields"),
-        ("", "is no YAML file of fields"),
+        ("- steps\n", "is no YAML file of fields: write `name: value`, one a line"),
+        ("", "is no YAML file of fields: write `name: value`, one a line"),
+        ("eps:0.4", "is no YAML file of fields: write `name: value`, one a line"),
         ("steps: [\n", "is no YAML file of fields: while parsing"),
     ],
-    ids=["unknown", "wrong", "list", "empty", "broken"],
+    ids=["unknown", "wrong", "list", "empty", "no blank", "broken"],
 )
 def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe):
     assert sentence in refusal(recipe(text))

@@ -153,7 +153,7 @@ def test_every_token_has_the_advantage_of_its_response_in_its_group(
 def test_answers_are_checked_by_the_verifier_of_the_task(tmp_path):
     file = tmp_path / "task.jsonl"
     file.write_text('{"prompt": "0+1", "answer": "1"}\n')
-    (tmp_path / "task.json").write_text('{"verifier": "gsm8k"}')
+    (tmp_path / "task.json").write_text('{"verifier": "gsm8k", "instruction": null}')
     _, trained, heldout, _ = load_data(Config(task=str(file)))
     for split in trained, heldout:
         # tiny ends with the sum alone, and gsm8k wants "#### 1".
@@ -457,6 +457,7 @@ def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run
 def test_a_run_leaves_the_files_that_it_promises(run):
     config = json.loads((run.out / "config.json").read_text())
     assert config.pop("ranks") == 2
+    assert config.pop("environment")["OMP_NUM_THREADS"] == "1"  # of torchrun
     assert config == Config(**config).model_dump()
     assert (config["steps"], config["objective"], config["seed"]) == (4, "p3o", 0)
     assert (run.out / "curves.png").stat().st_size > 10_000
@@ -484,6 +485,7 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_and_its_responses_reward(ru
             answer = problems[index]["answer"]
             verdict = score([sample["response"]], [answer], "exact")
             assert [sample["reward"]] == verdict
+            assert sample["answer"] == answer
 
 
 def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(

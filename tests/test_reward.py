@@ -3,11 +3,11 @@
 import json
 import os
 import random
-import shutil
+import re
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,10 +18,10 @@ from support import judge
 from support.command import Refused
 from support.tasks import (
     TASKS,
-    check_model,
-    encode_problems,
+    Split,
     encode_prompt,
     load_rows,
+    load_split,
     load_task,
     task_of,
 )
@@ -540,9 +540,14 @@ GOOD_LINE = '{"prompt": "1+1", "answer": "2"}\n'
 BAD_FILES = [
     ("", "has no rows"),
     (GOOD_LINE + '{"prompt": "1+', "line 2 is no JSON object"),
-    (GOOD_LINE + "\n", "line 2 is no JSON object"),
     ("7\n", "line 1 is no JSON object"),
-    ("\xff\n", "line 1 is no JSON object: 'utf-8' codec"),
+    (f"[{GOOD_LINE}]", "line 1 is no JSON object, and a task has one a line: "),
+    ("\xff\n", "line 1 is no JSON object.* 'utf-8' codec"),
+    ('{"prompt": "\\ud83d"}', "line 1 is no JSON object.* surrogates not allowed"),
+    # Blank lines count, so that the number is that of an editor.
+    (GOOD_LINE + '\n\n{"prompt": "1+1", "answer": NaN}\n', "1 of the 2 .* row 4"),
+    ('{"prompt": "1+1", "answer": -Infinity}\n', "1 of the 1 rows"),
+    ('{"prompt": "1+1", "answer": true}\n', "1 of the 1 rows"),
     (GOOD_LINE + '{"prompt": "1+1"}\n', "1 of the 2 .* 'math' can read.* row 2"),
     ('{"answer": "2"}\n', "1 of the 1 rows"),
     ('{"prompt": [{"role": "user"}], "answer": "2"}\n', "1 of the 1 rows"),
@@ -563,7 +568,7 @@ def test_a_bad_file_is_refused_by_name_and_line(tmp_path, content, message):
 
 @pytest.mark.parametrize("number", ["1e-7", "24.0", "0.50", "9" * 200])
 def test_a_gold_number_and_a_date_stay_as_they_are_written(number, tmp_path):
-    line = f'{{"prompt": "2026-01-01", "answer": {number}}}\r\n'
+    line = f'{{"prompt": "2026-01-01", "answer": {number}, "x": NaN}}\r\n \n'
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode())
     problems = load_task(str(tmp_path / "t.jsonl"), "train")
     assert problems == [{"prompt": "2026-01-01", "answer": number}]
@@ -584,30 +589,30 @@ def test_a_wrong_task_or_split_is_refused_in_one_sentence(name, split, message):
         load_task(name, split)
 
 
-# --- prompts and models
+# --- prompts
 
 
-def tokenizer_with(template: str | None, adds_bos: bool = False):
-    """A real tokenizer of single characters, with <s> to begin a sequence.
+def tokenizer_with(template: str | None, pattern: str = "$A"):
+    """A real tokenizer of single ASCII characters, with <s> to begin a sequence.
 
-    template: its chat template, if any. adds_bos: whether an encoded text has <s>.
+    template: its chat template, if any. pattern: what an encoded text, $A, is within.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {chr(code): code for code in range(128)}
-    vocabulary["<s>"] = 128
+    vocabulary |= {"<s>": 128, "</s>": 129}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 128)]
-        )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=pattern, special_tokens=[("<s>", 128), ("</s>", 129)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="?",
         bos_token="<s>",
+        eos_token="</s>",
         chat_template=template,
     )
 
@@ -633,66 +638,67 @@ def test_a_prompt_follows_the_chat_template_if_there_is_one(
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1", instruction)) == text
 
 
-def test_the_prompt_of_a_base_model_begins_with_its_bos_token():
-    tokenizer = tokenizer_with(None, adds_bos=True)
+@pytest.mark.parametrize("pattern", ["<s> $A", "<s> $A </s>"])
+def test_the_prompt_of_a_base_model_begins_with_its_bos_token(pattern):
+    # A tokenizer may append the end of sequence, too, with which no prompt ends.
+    tokenizer = tokenizer_with(None, pattern)
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1")) == "<s>1+1\n\nSolution:"
 
 
 def test_a_bos_token_in_the_chat_template_is_not_doubled():
-    tokenizer = tokenizer_with("{{bos_token}}" + CHAT, adds_bos=True)
+    tokenizer = tokenizer_with("{{bos_token}}" + CHAT, "<s> $A")
     token_ids = encode_prompt(tokenizer, "1+1")
     assert tokenizer.decode(token_ids) == "<s><user>1+1<assistant>"
 
 
-def test_prompts_without_room_are_refused_or_left_out_and_counted(capsys):
-    tokenizer = tokenizer_with(None)
-    problems = [{"prompt": "1+1", "answer": "2"}, {"prompt": "11+1", "answer": "12"}]
+@pytest.fixture
+def split_of(tmp_path) -> Any:
+    """Writes a task of problems that are their own answers; loads it, without more."""
 
-    def encode(room, drop_long):
-        return encode_problems(
-            problems,
-            tokenizer,
-            instruction=None,
-            room=room,
-            drop_long=drop_long,
-            name="prompts",
+    def load(*problems: str, template: str | None = None, **options: Any) -> Split:
+        rows = [json.dumps({"prompt": text, "answer": text}) for text in problems]
+        (tmp_path / "t.jsonl").write_text("\n".join(rows))
+        (tmp_path / "task.json").write_text(
+            '{"verifier": "exact", "instruction": null}'
         )
+        options = {"room": 99, "drop_long": False} | options
+        tokenizer = tokenizer_with(template)
+        return load_split(str(tmp_path / "t.jsonl"), tokenizer, "train", **options)
 
+    return load
+
+
+def test_prompts_without_room_are_refused_or_left_out_and_counted(split_of, capsys):
     # "1+1\n\nSolution:" has 14 characters, which are tokens here.
-    kept, prompts = encode(14, drop_long=True)
-    assert kept == problems[:1]
-    assert [len(prompt) for prompt in prompts] == [14]
-    assert "1 of 2 prompts have over 14 tokens" in capsys.readouterr().err
-    for room, drop_long in ((14, False), (13, True)):
-        with pytest.raises(Refused, match="of 2 prompts have over 1. tokens: lower"):
-            encode(room, drop_long)
+    split = split_of("1+1", "11+1", room=14, drop_long=True)
+    assert split.problems == [{"prompt": "1+1", "answer": "1+1"}]
+    assert [len(prompt) for prompt in split.prompts] == [14]
+    note = "of 2 train prompts of .*t.jsonl have over {} tokens"
+    assert re.search("1 " + note.format(14), capsys.readouterr().err)
+    for room, drop_long, shown in ((14, False, 14), (13, True, 13), (-5, True, 0)):
+        with pytest.raises(Refused, match=note.format(shown) + ", which the model's"):
+            split_of("1+1", "11+1", room=room, drop_long=drop_long)
 
 
-def test_a_model_that_is_none_or_cannot_be_shared_or_trained_is_refused(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("lost", ["√", "é"])
+def test_a_character_that_the_tokenizer_cannot_write_is_refused(lost, split_of):
+    with pytest.raises(Refused, match=f"cannot write {lost!r} of the task"):
+        split_of("1+1", f"1{lost}2")
+
+
+def test_a_chat_template_that_fails_is_refused(split_of):
+    with pytest.raises(Refused, match="the model's chat template fails: no user"):
+        split_of("1+1", template="{{ raise_exception('no user') }}")
+
+
+@pytest.mark.parametrize(
+    "end, opened",
+    [("<think>", "<think>"), ("[THINK]", "[THINK]"), ("<think></think>", "")],
+)
+def test_a_thought_that_the_template_opens_is_no_answer_until_it_ends(
+    end, opened, split_of
 ):
-    with pytest.raises(Refused, match="no model at 'tests': "):
-        check_model("tests")
-    with pytest.raises(Refused, match="rollout_tp is 3: it has to divide the 1 ranks"):
-        check_model("tiny", tp=3)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(Refused, match="rollout_tp is 3, which does not divide tiny's"):
-        check_model("tiny", tp=3)
-    check_model("tiny", to_train=True)
-
-    folder = Path(shutil.copytree(ROOT / "tiny", tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-
-    def check_with(**fields: object) -> None:
-        (folder / "config.json").write_text(json.dumps(config | fields))
-        check_model(str(folder), tp=3, to_train=True)
-
-    # Three ranks can neither share two key heads equally nor have one together.
-    twelve = {"hidden_size": 144, "num_attention_heads": 12}
-    with pytest.raises(Refused, match="12 attention and 2 key heads"):
-        check_with(**twelve, num_key_value_heads=2)
-    check_with(**twelve, num_key_value_heads=1)
-    with pytest.raises(Refused, match="is quantized"):
-        check_with(**twelve, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(Refused, match="is of type gpt2.* give one of type llama"):
-        check_with(model_type="gpt2")
+    split = split_of("46", template=CHAT + end)
+    assert split.opened == opened
+    rewards = split.score([0], ["46", "say 46 </think> 46"])
+    assert rewards == [float(not opened), 1.0]

@@ -341,6 +341,15 @@ def test_the_end_of_sequence_is_in_the_mask_and_truncated_responses_lack_it(
         assert engine.tokenizer.decode(response) == text
 
 
+@pytest.mark.parametrize("token, text", [(1, "<bos><bos>"), (2, "")])
+def test_a_special_token_stays_in_the_text_but_for_the_end_of_sequence(
+    token, text, engine, prompts
+):
+    # Tags of thoughts are special tokens of some models.
+    always = {"logit_bias": {token: 100.0}, "max_tokens": 2}
+    assert engine.sample(prompts[:1], 1, [0], **always).text == [text]
+
+
 def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_rank(
     engine, policy, prompts
 ):

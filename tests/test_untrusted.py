@@ -16,7 +16,7 @@ from conftest import ROOT
 
 from policy import build_policy
 from support.command import Refused
-from support.tasks import check_model
+from support.models import check_model
 
 
 class Hostile:

@@ -1,0 +1,200 @@
+"""Models, as the user names them, and what is refused before one is built.
+
+A model is a folder or a hub's owner/name. Its safetensors are held against its
+config.json by their headers alone, so that a large model costs no more than a small
+one.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from support.command import Refused, one_line
+
+# What policy.py is written for: base_model.layers, a linear head and no dropout. In
+# tests/test_rollout.py engine and trainer agree on each of them.
+TRAINABLE = ("llama", "mistral", "qwen2", "qwen3")
+# What multiplies or bends the logits behind the head, which policy.py leaves out.
+OF_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+# Of vLLM's attention on a CPU.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# Old checkpoints have this, which is computed and not learned.
+COMPUTED = "rotary_emb.inv_freq"
+ACTIVATIONS = 2 * 2**30  # bytes that they may take on a CPU
+
+
+def folder_of(model: str) -> str:
+    """The folder of a model, which a run has in its own as model/, or the hub name."""
+    of_run = Path(model, "model")
+    return str(of_run) if of_run.is_dir() else model
+
+
+def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, Any]:
+    """The tokenizer and the config (of texts) of a model folder or hub name.
+
+    Raises Refused where there is no such model, where its weights are not those of its
+    config.json, where the ranks of a node or its heads cannot be divided among engines
+    of `tp` ranks, or where policy.py cannot train it.
+    """
+    config, tokenizer = load_config_and_tokenizer(model)
+    text_config = config.get_text_config()  # a part of it, for images and text
+    if to_train:
+        check_trainable(model, config)
+    check_heads(model, text_config, tp)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= text_config.vocab_size:
+        raise Refused(
+            f"{model}: its tokenizer has tokens up to {largest}, and the model only "
+            f"{text_config.vocab_size} embeddings: are both of the same model?"
+        )
+    check_weights(model, config)
+    return tokenizer, text_config
+
+
+def load_config_and_tokenizer(model: str) -> tuple[Any, Any]:
+    """Both, by transformers. Raises Refused where there is no such model."""
+    folder = Path(model)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise Refused(
+            f"{model} is no model folder, as it has no config.json: an adapter (LoRA) "
+            "is merged into its model first, and --resume takes a run's checkpoints"
+        )
+    if not folder.is_dir() and model.count("/") != 1:
+        raise Refused(
+            f"no model at {model!r}: neither a folder nor a hub's owner/name (the "
+            "default, tiny, is beside train.py: start there)"
+        )
+    try:
+        # A model folder is data: code that it brings along is never run.
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        # Mistral's own tokenizers have no chat template, and look like a base model's.
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, trust_remote_code=False, mistral_format=False
+        )
+    except Exception as error:  # tokenizers has kinds of its own
+        reason, *_ = one_line(error).split(". ")
+        place = "in the folder" if folder.is_dir() else "no such folder; on the hub"
+        raise Refused(f"no model at {model!r}: {place}: {reason}") from None
+    return config, tokenizer
+
+
+def check_trainable(model: str, config: Any) -> None:
+    """Raises Refused where policy.py cannot train a model of this config."""
+    if config.model_type not in TRAINABLE:
+        raise Refused(
+            f"{model} is of type {config.model_type}, which train.py has not learnt to "
+            f"train: give one of type {', '.join(TRAINABLE)}"
+        )
+    if getattr(config, "quantization_config", None):
+        raise Refused(f"{model} is quantized: train.py needs a model that is not")
+    for name in OF_LOGITS:
+        if getattr(config, name, None) not in (None, 1):
+            raise Refused(
+                f"{model}: {name} is {getattr(config, name)}, which train.py does not "
+                "apply to the logits: give a model without it"
+            )
+
+
+def check_heads(model: str, config: Any, tp: int) -> None:
+    """Raises Refused where engines of `tp` ranks cannot share these attention heads."""
+    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks_of_node % tp:
+        raise Refused(
+            f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
+        )
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", heads)
+    # A rank has several of the key heads, or several ranks have one.
+    if heads % tp or max(key_heads, tp) % min(key_heads, tp):
+        raise Refused(
+            f"rollout_tp is {tp}, which does not divide {model}'s {heads} attention "
+            f"and {key_heads} key heads"
+        )
+    size = head_size(config)
+    if size not in CPU_HEAD_SIZES and not torch.cuda.is_available():
+        raise Refused(
+            f"{model} has attention heads of size {size}, and vLLM has on a CPU only "
+            f"those of {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def check_weights(model: str, config: Any) -> None:
+    """Hold the weights that a model brings against those that its config.json asks for.
+
+    transformers would fill in random numbers for what is missing, in the trainer and,
+    by way of the sync, in the engine. Raises Refused. Of types that are not TRAINABLE,
+    and of quantized models, the names may be others: their files only have to be whole.
+    """
+    stored = stored_weights(model)
+    if config.model_type not in TRAINABLE or hasattr(config, "quantization_config"):
+        return
+    with torch.device("meta"):  # without memory for the weights
+        built = AutoModelForCausalLM.from_config(config)
+    wanted = {name: list(weight.shape) for name, weight in built.state_dict().items()}
+    found = {name: weight.get_shape() for name, weight in stored.items()}
+    for head, embedding in built.all_tied_weights_keys.items():
+        if head not in stored:
+            del wanted[head]
+        elif embedding in stored and not torch.equal(
+            stored[head][:], stored[embedding][:]
+        ):
+            raise Refused(
+                f"{model}: {head} and {embedding} differ in its safetensors, and are "
+                "one weight by its config.json: get files and config of one model"
+            )
+    for name in sorted(wanted.keys() | found.keys()):
+        shapes = found.get(name, "missing"), wanted.get(name, "missing")
+        if shapes[0] != shapes[1] and not name.endswith(COMPUTED):
+            raise Refused(
+                "{}: {} is {} in its safetensors and {} by its config.json: get whole "
+                "files, and the config.json of the same model".format(
+                    model, name, *shapes
+                )
+            )
+
+
+def stored_weights(model: str) -> dict[str, Any]:
+    """The safetensors' slices of a model's weights, by name: nothing is read so far.
+
+    A hub's files are downloaded. Raises Refused where one is not there, or not whole.
+    """
+    weights = {}
+    try:
+        names = [SAFE_WEIGHTS_NAME]
+        if not cached_file(model, *names, _raise_exceptions_for_missing_entries=False):
+            index = Path(cached_file(model, SAFE_WEIGHTS_INDEX_NAME))
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        for name in names:
+            file = safe_open(cached_file(model, name), "pt")
+            weights |= {key: file.get_slice(key) for key in file.keys()}
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise Refused(
+            f"{model}: its weights cannot be read: {one_line(error)}: get whole files "
+            "(git lfs pull, where they are pointers)"
+        ) from None
+    return weights
+
+
+def activation_bytes(config: Any, element: int) -> int:
+    """What all layers keep of a token for its backward pass; `element` is in bytes.
+
+    Each of two RMS norms keeps a float32 input, a normalized and a weighted output.
+    Attention keeps q, k, v and its output, and the MLP four wide activations.
+    """
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", heads)
+    norms = 2 * (4 + 2 * element) * config.hidden_size
+    wide = 2 * (heads + key_heads) * head_size(config) + 4 * config.intermediate_size
+    return config.num_hidden_layers * (norms + element * wide)
+
+
+def head_size(config: Any) -> int:
+    """The elements of an attention head's query or key."""
+    of_config = getattr(config, "head_dim", None)
+    return of_config or config.hidden_size // config.num_attention_heads

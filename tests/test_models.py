@@ -1,0 +1,189 @@
+"""Model folders as people have them: whole and fitting, or refused in a sentence."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, refusal_of
+from safetensors.torch import load_file, save_file
+
+import eval
+import train
+from support.command import Refused
+from support.models import check_model
+
+FILE = "model.safetensors"
+SHARD = "model-00002-of-00002.safetensors"
+UP = "model.layers.2.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A copy of tiny."""
+    return Path(shutil.copytree(ROOT / "tiny", tmp_path / "model"))
+
+
+def set_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def save(weights: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def shard(folder: Path) -> None:
+    """Put its weights into two files and an index."""
+    weights = load_file(folder / FILE)
+    (folder / FILE).unlink()
+    first = SHARD.replace("00002-of", "00001-of")
+    of_shard = {first: {}, SHARD: {}}
+    for name, weight in weights.items():
+        of_shard[SHARD if "layers.2" in name else first][name] = weight
+    for shard_name, part in of_shard.items():
+        save(part, folder / shard_name)
+    places = {name: shard for shard, part in of_shard.items() for name in part}
+    (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(Refused) as refused:
+        check_model(str(folder), **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(
+    "change, config, sentence",
+    [
+        (lambda w: w.pop(UP), {}, f"{UP} is missing in its safetensors and [384, 128]"),
+        (
+            lambda w: w.update({UP: torch.ones(384, 64)}),
+            {},
+            f"{UP} is [384, 64] in its safetensors and [384, 128] by its config.json",
+        ),
+        (lambda w: None, {"tie_word_embeddings": False}, f"{HEAD} is missing in its"),
+        (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), {}, f"{EMBEDDING} is missing"),
+        (
+            lambda w: w.update({HEAD: 2 * w[EMBEDDING]}),
+            {},
+            f"{HEAD} and {EMBEDDING} differ in its safetensors, and are one weight",
+        ),
+        # A layer of the file that the model would leave out.
+        (lambda w: None, {"num_hidden_layers": 2}, "[128] in its safetensors and mis"),
+        (lambda w: None, {"attention_bias": True}, "k_proj.bias is missing in its"),
+    ],
+    ids="missing other-shape no-head head-only other-head layers bias".split(),
+)
+def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
+    change, config, sentence, folder
+):
+    weights = load_file(folder / FILE)
+    change(weights)
+    save(weights, folder / FILE)
+    set_config(folder, **config)
+    assert sentence in refusal(folder)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "damage",
+    [Path.unlink, cut, lambda path: path.write_bytes(POINTER)],
+    ids=["gone", "cut", "pointer"],
+)
+def test_a_file_of_weights_that_is_not_whole_is_refused(damage, sharded, folder):
+    if sharded:
+        shard(folder)
+        check_model(str(folder))
+    damage(folder / (SHARD if sharded else FILE))
+    sentence = refusal(folder)
+    assert sentence.startswith(f"{folder}: its weights cannot be read: ")
+    assert sentence.endswith("get whole files (git lfs pull, where they are pointers)")
+
+
+def test_a_tied_head_that_is_stored_twice_and_an_old_buffer_are_taken(folder):
+    weights = load_file(folder / FILE)
+    weights[HEAD] = weights[EMBEDDING].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    save(weights, folder / FILE)
+    check_model(str(folder), to_train=True)
+
+
+@pytest.mark.parametrize("script", [train, eval])
+def test_neither_script_starts_with_a_weight_that_is_missing(script, folder):
+    weights = load_file(folder / FILE)
+    del weights[UP]
+    save(weights, folder / FILE)
+    assert f"{UP} is missing" in refusal_of(script, f"--model={folder}")
+
+
+# Folders, heads and types
+
+
+TWELVE = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    "config, sentence",
+    [
+        # Three ranks can neither share two key heads equally nor have one together.
+        (
+            {"num_key_value_heads": 2},
+            "rollout_tp is 3, which does not divide {}'s 12 attention and 2 key",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "{} is quantized"),
+        ({"model_type": "gpt2"}, "{} is of type gpt2, which train.py has not learnt"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which"),
+        ({"vocab_size": 19}, "{}: its tokenizer has tokens up to 19, and the model"),
+        ({"head_dim": 40}, "{} has attention heads of size"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_or_trained_is_refused(
+    config, sentence, folder, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    set_config(folder, **TWELVE | config)
+    refused = refusal(folder, tp=3, to_train=True)
+    assert sentence.format(folder) in refused
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def with_a_pointer_for_a_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_bytes(POINTER)
+
+
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (shutil.rmtree, "neither a folder nor a hub's owner/name"),
+        (without_config, "has no config.json: an adapter (LoRA) is merged"),
+        (with_a_pointer_for_a_tokenizer, "in the folder: Expecting value"),
+    ],
+)
+def test_what_is_no_model_folder_is_refused(
+    damage: Callable, sentence: str, folder: Path
+):
+    damage(folder)
+    assert sentence in refusal(folder)
+
+
+def test_ranks_that_no_engine_can_have_are_refused():
+    sentence = refusal(ROOT / "tiny", tp=3)
+    assert sentence.startswith("rollout_tp is 3: it has to divide the 1 ranks")
