@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import socket
 
+import psutil  # vLLM needs it too
 import torch
 import torch.distributed as dist
 
@@ -18,9 +20,10 @@ LARGEST_KEPT = 32 * 2**20  # bytes
 def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
 
-    The mesh is [nodes, ranks of a node]. Call this before building an Engine, which
-    would otherwise make a process group of its own, of the wrong size. Raises Refused
-    if torch is built for CUDA and finds no GPU.
+    The mesh is [ranks] on one node and [nodes, ranks of a node] on several. Call this
+    before building an Engine, which would otherwise make a process group of its own, of
+    the wrong size. Raises Refused if torch is built for CUDA and finds no GPU, or if
+    another node could not reach this one.
     """
     if "RANK" not in os.environ:
         # Not under torchrun. Port 0 is any free one.
@@ -30,6 +33,8 @@ def init_distributed() -> dist.DeviceMesh:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
+    if nodes > 1:
+        choose_interface(os.environ["MASTER_ADDR"])
     if torch.cuda.is_available():
         device_type = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -46,9 +51,45 @@ def init_distributed() -> dist.DeviceMesh:
         device_type = "cpu"
         dist.init_process_group("gloo")
         prepare_cpu(ranks_of_node)
+    if nodes == 1:
+        # A dimension of one node would cost FSDP an average over one rank.
+        return dist.init_device_mesh(device_type, (ranks_of_node,))
     return dist.init_device_mesh(
         device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")
     )
+
+
+def choose_interface(master: str) -> None:
+    """Have gloo and NCCL use the network interface that leads to the first node.
+
+    By itself gloo takes the address of this host's name, which is 127.0.1.1 on Debian
+    and Ubuntu, and NCCL one of the interfaces that are up. Variables that the user has
+    set are kept. Raises Refused where the other nodes could not reach this one.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        probe = socket.socket(family, socket.SOCK_DGRAM)
+        probe.connect(address)  # This sends nothing. It chooses a route.
+        own = probe.getsockname()[0]
+    except OSError as error:
+        own = error
+    interfaces = {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+    }
+    interface = interfaces.get(own, "lo")
+    # All ranks may be on one machine, as in a test.
+    if interface == "lo" and master not in ("localhost", own):
+        raise Refused(
+            f"this node's way to the first one, MASTER_ADDR {master}, is {own}: give "
+            "torchrun an address of the first node that all nodes reach, as "
+            "--master-addr, or set GLOO_SOCKET_IFNAME to their network's interface"
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no prefix
 
 
 def default_dtype() -> str:
