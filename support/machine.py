@@ -68,28 +68,21 @@ def choose_interface(master: str) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    try:
-        family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        probe = socket.socket(family, socket.SOCK_DGRAM)
-        probe.connect(address)  # This sends nothing. It chooses a route.
-        own = probe.getsockname()[0]
-    except OSError as error:
-        own = error
-    interfaces = {
-        entry.address: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-    }
-    interface = interfaces.get(own, "lo")
-    # All ranks may be on one machine, as in a test.
-    if interface == "lo" and master not in ("localhost", own):
+    family, kind, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    probe = socket.socket(family, kind)
+    probe.connect(address)  # This sends nothing. It chooses a route.
+    own = probe.getsockname()[0]
+    # All ranks may be on one machine, as in a test. Then the user gives this address.
+    if own in ("127.0.0.1", "::1") and master != own:
         raise Refused(
-            f"this node's way to the first one, MASTER_ADDR {master}, is {own}: give "
-            "torchrun an address of the first node that all nodes reach, as "
-            "--master-addr, or set GLOO_SOCKET_IFNAME to their network's interface"
+            f"MASTER_ADDR {master} is {own} on this node, which no other one reaches: "
+            "give torchrun the first node's address in their network as --master-addr, "
+            "or set GLOO_SOCKET_IFNAME to the interface that leads there"
         )
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no prefix
+    for interface, entries in psutil.net_if_addrs().items():
+        if own in [entry.address for entry in entries]:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this alone
 
 
 def default_dtype() -> str:
