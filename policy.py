@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers.integrations import sdpa_attention
 
 from rollout import Engine, Rollouts
 from support.command import Stopped
@@ -119,6 +120,10 @@ def build_policy(
         # bfloat16 exactly. The backward pass rounds the logits' gradient to 11 bits. It
         # is a setting of the process: an engine in float32 follows it too.
         torch.set_float32_matmul_precision("high" if dtype == "bfloat16" else "highest")
+        if dtype == "float32":
+            # For heads that share keys torch has only the kernel that keeps all scores,
+            # [N, H, L, L]. Without it transformers repeats the keys and values.
+            sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature, getattr(torch, dtype))
     policy.stored_dtype = stored_dtype
     precision = MixedPrecisionPolicy(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from support.command import Refused
+from support.command import Refused, Stopped
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Engine:
     linear layers; every `load_weights` quantizes anew. load_format "dummy" begins with
     random weights, so that a weight which `load_weights` never brings shows at once.
     max_model_len is in tokens, and top_logprobs is K. Raises Refused where the KV cache
-    is too small for one response, or larger than the free memory.
+    is too small for one response, or weights and cache are larger than the free memory.
     """
 
     def __init__(
@@ -119,6 +119,9 @@ class Engine:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
+        self.asleep = False
+        if cuda and dist.get_rank() == 0:
+            print("vLLM compiles and captures CUDA graphs: some minutes", flush=True)
         try:
             self.llm = LLM(
                 model,
@@ -143,19 +146,24 @@ class Engine:
                 # size.
                 gpu_memory_utilization=0.01,
                 enforce_eager=not cuda,
+                # It brings 1 to 5% here, and lost tokens of engines that were paused
+                # (vLLM's pull requests 23914 and 42042).
+                async_scheduling=False,
                 enable_sleep_mode=self.can_sleep,
                 use_tqdm_on_load=verbose,
                 # On a CPU vLLM cannot prefill in pieces where each request has a seed.
                 enable_chunked_prefill=cuda,
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             # The path of a model may have "cache" in it, too.
-            if "cache blocks" not in str(error) and "KV cache" not in str(error):
+            about_memory = ("cache blocks", "KV cache", "Free memory", "out of memory")
+            if not any(words in str(error) for words in about_memory):
                 raise
             # What follows is vLLM's advice on settings that are fixed above.
             reason, *_ = str(error).split(". ")
-            raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}") from None
+            hint = "; nvidia-smi shows what else uses the GPU" if cuda else ""
+            raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}{hint}") from None
         if tp > 1 and not cuda:
             # These ranks have found their shared memory by its name. Without a name it
             # is freed when the last of them ends, and a later run finds none of it.
@@ -165,16 +173,24 @@ class Engine:
         self.tokenizer = self.llm.get_tokenizer()
 
     def sample(
-        self, prompts: list[list[int]], n: int, seeds: list[int], **sampling: Any
+        self,
+        prompts: list[list[int]],
+        n: int,
+        seeds: list[int],
+        temperature: float | list[float] = 1.0,
+        **sampling: Any,
     ) -> Rollouts:
         """n responses to each prompt (token ids); those to one prompt are neighbors.
 
-        Response j to prompt i draws its noise from seeds[i] + j. `sampling` are vLLM's
-        SamplingParams: temperature, top_p, top_k, max_tokens.
-        Ranks that share an engine call it together, each with prompts of its own.
+        Response j to prompt i draws its noise from seeds[i] + j. The temperature is one
+        for all prompts or a list with that of each; 0 is greedy. `sampling` are others
+        of vLLM's SamplingParams: top_p, top_k, max_tokens. Ranks that share an engine
+        call it together, each with prompts of its own. RuntimeError while it sleeps.
         """
         from vllm import SamplingParams, distributed
 
+        if self.asleep:
+            raise RuntimeError("the engine sleeps: load_weights wakes it up")
         # The prefix cache holds what older weights computed. And a resumed run begins
         # with an empty one, and has to sample what a run without a break does.
         if not self.llm.reset_prefix_cache():
@@ -184,27 +200,32 @@ class Engine:
         # The engine answers the prompts of all ranks that share it.
         tp_group = distributed.get_tp_group()
         requests_by_rank: list = [None] * tp_group.world_size
-        requests = list(zip(prompts, seeds, strict=True))
+        temperatures = np.broadcast_to(temperature, len(prompts)).tolist()
+        requests = list(zip(prompts, seeds, temperatures, strict=True))
         dist.all_gather_object(requests_by_rank, requests, tp_group.cpu_group)
         all_requests = [request for rank in requests_by_rank for request in rank]
+        ranks_before = requests_by_rank[: tp_group.rank_in_group]
+        first = sum(len(requests) for requests in ranks_before)
+        own = range(first, first + len(prompts))  # of all_requests, this rank's
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
+            [{"prompt_token_ids": prompt} for prompt, *_ in all_requests],
             [
                 SamplingParams(
                     n=n,
                     seed=seed % 2**31,
-                    logprobs=self.top_logprobs,  # beside the sampled token's own
+                    temperature=temperature,
+                    # K beside the sampled token's own. They take 2 KB a token, so the
+                    # other ranks do without.
+                    logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,
                     **sampling,
                 )
-                for _, seed in all_requests
+                for i, (_, seed, temperature) in enumerate(all_requests)
             ],
             use_tqdm=self.show_progress,
         )
-        ranks_before = requests_by_rank[: tp_group.rank_in_group]
-        first = sum(len(requests) for requests in ranks_before)
-        return self.as_rollouts(outputs[first : first + len(prompts)])
+        return self.as_rollouts([outputs[i] for i in own])
 
     def as_rollouts(self, outputs: list) -> Rollouts:
         """vLLM's RequestOutputs as one Rollouts.
@@ -263,15 +284,33 @@ class Engine:
         checkpoint: where the engine computes in fp8, it quantizes them to fp8 anew.
         """
         copies = ((name, weight.to(self.dtype, copy=True)) for name, weight in weights)
-        if self.can_sleep:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
+        self.wake_up("weights")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-        if self.can_sleep:
-            self.llm.wake_up(tags=["kv_cache"])
+        self.wake_up("kv_cache")
         self.llm.update_weight_version(version)
+        self.asleep = False
 
     def sleep(self) -> None:
-        """On CUDA, lend out the engine's memory until the next load_weights."""
+        """On CUDA, lend out the engine's memory until the next load_weights.
+
+        Its CUDA graphs and NCCL's buffers stay.
+        """
+        self.asleep = True
         if self.can_sleep:
             self.llm.sleep(level=2)
+
+    def wake_up(self, part: str) -> None:
+        """On CUDA, take the memory of this part back: "weights" or "kv_cache"."""
+        if not self.can_sleep:
+            return
+        torch.cuda.empty_cache()
+        try:
+            self.llm.wake_up(tags=[part])
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            raise Stopped(
+                f"the GPU has too little free memory for the engine's {part}, which it "
+                "lent to the update: give a smaller kv_cache_gb, and see nvidia-smi "
+                "for other programs; --resume goes on from the newest checkpoint"
+            ) from error

@@ -32,7 +32,8 @@ GB = 2**30
 PROMPT = 1024  # tokens counted for a prompt where max_prompt_tokens sets no limit
 ELEMENT = 2  # bytes: trainer and engine compute in bfloat16
 # A guess: CUDA's context, NCCL, CUDA graphs, fragmentation, vLLM's prefill and sampler,
-# and what a layer needs beside its activations.
+# and what a layer needs beside its activations. An engine that sleeps keeps its graphs
+# and NCCL's buffers.
 RESERVE = 12 * GB
 
 

@@ -104,9 +104,11 @@ def main() -> None:
         top_p=cfg.top_p,
         top_k=cfg.top_k,
     )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rollouts = rollouts.select(torch.arange(len(rollouts.text)), device)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         cfg.model, dtype=torch.float32
-    )
+    ).to(device)
     with torch.no_grad():
         logp, top_logp = Policy(model, cfg.policy_temperature)(rollouts)
     log_ratio = logp - rollouts.logp_behavior  # (7), [N, T]

@@ -79,9 +79,12 @@ def rollout_seconds(cfg: ScalingConfig, shape: Shape, responses: int) -> float:
 def step_on(cfg: ScalingConfig, shape: Shape, nodes: int, prompts: int) -> Step:
     """A step with this many prompts."""
     responses = prompts * cfg.group_size // (nodes * GPUS_OF_NODE)  # of a rank
-    length = (cfg.max_prompt_tokens or PROMPT) + cfg.response_tokens
+    prompt = cfg.max_prompt_tokens or PROMPT
+    length = prompt + cfg.response_tokens
     tokens = responses * length
-    parts = -(-tokens // cfg.micro_batch_tokens)  # micro-batches
+    # A micro-batch has room for the longest response in each of its rows.
+    rows = max(1, cfg.micro_batch_tokens // (prompt + cfg.max_response_tokens))
+    parts = -(-responses // rows)  # micro-batches
 
     # A pass has 2 operations for each weight and token, and attends to half of the
     # sequence on average. A backward pass is two. Another pass finds e_B, of all
@@ -101,7 +104,7 @@ def step_on(cfg: ScalingConfig, shape: Shape, nodes: int, prompts: int) -> Step:
         rollout=rollout_seconds(cfg, shape, responses),
         # The links work while the next layer is computed.
         update=max(products, nvlink + network),
-        sync=others * 2 * shape.total / NVLINK,
+        sync=others * 4 * shape.total / NVLINK,  # gathered in float32
     )
 
 

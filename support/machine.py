@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import socket
 
+import psutil  # vLLM needs it too
 import torch
 import torch.distributed as dist
 
@@ -27,10 +29,11 @@ LARGEST_KEPT = 32 * 2**20  # bytes
 def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
 
-    The mesh is [nodes, ranks of a node]. Call this before building an Engine, which
-    would otherwise make a process group of its own, of the wrong size. Raises Refused
-    if torch is built for CUDA and finds no GPU, or if another launcher than torchrun
-    has started several ranks.
+    The mesh is [ranks] on one node and [nodes, ranks of a node] on several. Call this
+    before building an Engine, which would otherwise make a process group of its own, of
+    the wrong size. Raises Refused if torch is built for CUDA and finds no GPU, if
+    another launcher than torchrun has started several ranks, or if another node could
+    not reach this one.
     """
     missing = [name for name in OF_THE_ONLY_RANK if name not in os.environ]
     if missing and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -43,6 +46,8 @@ def init_distributed() -> dist.DeviceMesh:
         )
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
+    if nodes > 1:
+        choose_interface(os.environ["MASTER_ADDR"])
     if torch.cuda.is_available():
         device_type = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -59,9 +64,38 @@ def init_distributed() -> dist.DeviceMesh:
         device_type = "cpu"
         dist.init_process_group("gloo")
         prepare_cpu(ranks_of_node)
+    if nodes == 1:
+        # A dimension of one node would cost FSDP an average over one rank.
+        return dist.init_device_mesh(device_type, (ranks_of_node,))
     return dist.init_device_mesh(
         device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")
     )
+
+
+def choose_interface(master: str) -> None:
+    """Have gloo and NCCL use the network interface that leads to the first node.
+
+    By itself gloo takes the address of this host's name, which is 127.0.1.1 on Debian
+    and Ubuntu, and NCCL one of the interfaces that are up. Variables that the user has
+    set are kept. Raises Refused where the other nodes could not reach this one.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    family, kind, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    probe = socket.socket(family, kind)
+    probe.connect(address)  # This sends nothing. It chooses a route.
+    own = probe.getsockname()[0]
+    # All ranks may be on one machine, as in a test. Then the user gives this address.
+    if own in ("127.0.0.1", "::1") and master != own:
+        raise Refused(
+            f"MASTER_ADDR {master} is {own} on this node, which no other one reaches: "
+            "give torchrun the first node's address in their network as --master-addr, "
+            "or set GLOO_SOCKET_IFNAME to the interface that leads there"
+        )
+    for interface, entries in psutil.net_if_addrs().items():
+        if own in [entry.address for entry in entries]:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this alone
 
 
 def default_dtype() -> str:

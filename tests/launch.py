@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,30 +42,40 @@ def torchrun(ranks: int, script: str, *arguments: str) -> str:
     return done.stdout
 
 
+def start_node(
+    node: int,
+    nodes: int,
+    ranks: int,
+    master: str,
+    script: str,
+    *arguments: str,
+    inside: Sequence[str] = (),
+) -> subprocess.Popen:
+    """The torchrun of one node, which recipes/README.md has; `master` is address:port.
+
+    `inside` is a command that runs another one somewhere else.
+    """
+    address, port = master.split(":")
+    command = [
+        *(*inside, *TORCHRUN),
+        *(f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={node}"),
+        *(f"--master-addr={address}", f"--master-port={port}"),
+        *(ROOT / script, *arguments),
+    ]
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT)
+
+
 def torchrun_on_nodes(
     nodes: int, ranks_of_node: int, script: str, *arguments: str
 ) -> None:
     """The same under one torchrun a node, each of them on the loopback address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launchers = []
-    for node in range(nodes):
-        launcher = subprocess.Popen(
-            [
-                *TORCHRUN,
-                f"--nnodes={nodes}",
-                f"--node-rank={node}",
-                f"--nproc-per-node={ranks_of_node}",
-                "--master-addr=127.0.0.1",
-                f"--master-port={port}",
-                ROOT / script,
-                *arguments,
-            ],
-            cwd=ROOT,
-            env=ENVIRONMENT,
-        )
-        launchers.append(launcher)
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    launchers = [
+        start_node(node, nodes, ranks_of_node, master, script, *arguments)
+        for node in range(nodes)
+    ]
     assert [launcher.wait(timeout=300) for launcher in launchers] == [0] * nodes
 
 

@@ -11,10 +11,18 @@ from launch import torchrun
 
 import eval
 import train
-from eval import EvalConfig, estimate, evaluate, load_benchmarks, pass_at_k
+from eval import (
+    EvalConfig,
+    estimate,
+    evaluate,
+    heldout_accuracy,
+    load_benchmarks,
+    pass_at_k,
+)
 from reward import score
 from rollout import Engine, noise_seed
 from support.command import Refused
+from support.tasks import Split
 
 # pass@k
 
@@ -93,6 +101,17 @@ def test_an_evaluation_counts_the_right_samples_of_each_problem(
     assert sum(counts) / 1024 == pytest.approx(0.44, abs=3 * 0.022)
 
 
+def test_sampled_and_greedy_accuracy_of_one_call_are_those_of_two(
+    engine, policy, heldout
+):
+    few = Split(heldout.problems[:40], heldout.prompts[:40], heldout.verifier)
+    both = heldout_accuracy(engine, few, policy_temperature=1.0, max_tokens=64)
+    for name, temperature in {"heldout_pass@1": 1.0, "heldout_greedy": 0.0}.items():
+        found = evaluate(engine, few, temperature=temperature, max_tokens=64)
+        assert both[name] == sum(each["rewards"] == [1.0] for each in found) / 40
+    assert both["heldout_pass@1"] != both["heldout_greedy"]
+
+
 def evaluate_here(run_here: Any, out: Path, *flags: str) -> dict[str, Any]:
     """The results.json of eval.py with these flags, on one rank."""
     run_here(eval, f"--out_dir={out}", *flags)
@@ -168,7 +187,7 @@ def test_the_script_samples_as_its_flags_say(run_here, tmp_path, asked):
     [call] = asked
     assert len(call.pop("prompts")) == 2
     seeds = [noise_seed(4, problem, 3) for problem in (0, 1)]
-    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5}
+    sampling = {"temperature": [0.7, 0.7], "top_p": 0.9, "max_tokens": 5}
     assert call == {"n": 3, "seeds": seeds, **sampling}
 
 

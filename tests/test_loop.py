@@ -358,11 +358,11 @@ def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
     # Neither depends on how rollouts are sampled.
     cfg = Config(temperature=1.4, top_p=0.5, policy_temperature=0.8)
     evaluate_policy(engine, policy, few, cfg, step=3)
-    assert [call["temperature"] for call in asked] == [0.8, 0.0]
-    for call in asked:
-        assert call["prompts"] == few.prompts
-        assert call["max_tokens"] == cfg.max_response_tokens
-        assert call.get("top_p", 1) == 1
+    [call] = asked
+    assert call.pop("prompts") == few.prompts * 2
+    assert call.pop("temperature") == [0.8] * 9 + [0.0] * 9
+    assert len(call.pop("seeds")) == 18
+    assert call == {"n": 1, "max_tokens": cfg.max_response_tokens}
 
 
 OF_ENGINES = {

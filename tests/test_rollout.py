@@ -18,6 +18,7 @@ from experiments import patched
 from loss import kl_divergence
 from policy import Policy, build_policy, full_weights
 from rollout import Engine, Rollouts, noise_seed
+from support.command import Refused, Stopped
 from train import Config, kl_of_positions
 
 AGREE = 1e-4  # nats
@@ -376,3 +377,50 @@ def test_runs_of_different_seeds_share_no_noise():
         assert len(taken) == 60 * 32 * 8
         assert not taken & seen
         seen |= taken
+
+
+# Memory, which a CPU's engine does not lend out: as CUDA's fails
+
+
+def test_an_engine_that_sleeps_says_so_until_the_next_sync(engine, policy, prompts):
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="the engine sleeps: load_weights wakes it"):
+        sample(engine, prompts[:1])
+    engine.load_weights(policy.state_dict().items(), version="1")
+    assert sample(engine, prompts[:1]).weight_version == "1"
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99.00 GiB."),
+            "kv_cache_gb is 99: CUDA out of memory",
+        ),
+        (
+            ValueError("Free memory on device cuda:0 (0.1/79.2 GiB) on startup is ..."),
+            r"kv_cache_gb is 99: Free memory on device cuda:0 \(0.1/79.2 GiB\) on",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_refused(error, said, group, monkeypatch):
+    def build(*_, **__):
+        raise error
+
+    monkeypatch.setattr(vllm, "LLM", build)
+    with pytest.raises(Refused, match=said):
+        Engine("tiny", 128, kv_cache_gb=99)
+
+
+def test_a_run_stops_where_an_engine_finds_no_memory_to_wake_up(
+    engine, policy, monkeypatch
+):
+    def wake_up(tags):
+        raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:114")
+
+    monkeypatch.setattr(engine, "can_sleep", True)
+    monkeypatch.setattr(engine.llm, "wake_up", wake_up)
+    with pytest.raises(
+        Stopped, match="too little free memory for the engine's weights"
+    ):
+        engine.load_weights(policy.state_dict().items(), version="1")

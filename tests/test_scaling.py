@@ -31,12 +31,14 @@ def test_the_page_has_the_table_that_the_script_prints(cfg):
 
 
 def test_an_update_on_one_node_by_hand(cfg, shape):
-    # 18 prompts a GPU, with 8 responses of 1,024 + 8,192 tokens: 1,327,104 tokens in 39
-    # micro-batches. A pass takes 2 operations for each of 4.02e9 weights and token, and
-    # attention in 36 layers of 4,096 to 4,608 others 4 x 36 x 4,096 x 4,608. There are
-    # a forward pass, again for checkpointing, two for backward, and 38 of 39 for e_B.
+    # 18 prompts a GPU, with 8 responses of 1,024 + 8,192 tokens: 1,327,104 tokens. A
+    # micro-batch of 34,816 has room for two responses of the greatest length, 17,408:
+    # 72 micro-batches. A pass takes 2 operations for each of 4.02e9 weights and token,
+    # and attention in 36 layers of 4,096 to 4,608 others 4 x 36 x 4,096 x 4,608. There
+    # are a forward pass, again for checkpointing, two for backward, and 71 of 72 for
+    # e_B.
     forward = 1_327_104 * (2 * TOTAL + 4 * 36 * 4096 * 4608)
-    seconds = (4 + 38 / 39) * forward / (0.4 * 989e12)
+    seconds = (4 + 71 / 72) * forward / (0.4 * 989e12)
     assert step_on(cfg, shape, nodes=1, prompts=144).update == pytest.approx(seconds)
 
 

@@ -388,8 +388,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "greedy accuracy that is sampled": Mistake(
         eval.heldout_accuracy,
-        '"heldout_greedy": 0.0',
-        '"heldout_greedy": 1.0',
+        "[0.0] * problems",
+        "[1.0] * problems",
         [HELDOUT],
     ),
     "the fp8 copy of the policy evaluated": Mistake(
