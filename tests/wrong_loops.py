@@ -191,7 +191,10 @@ MISTAKES: dict[str, Mistake] = {
         [ADVANTAGE],
     ),
     "the task's instruction left out": Mistake(
-        support.tasks.load_split, "task.instruction", "None", [PROMPTS]
+        support.tasks.load_split,
+        'problem["prompt"], task.instruction',
+        'problem["prompt"], None',
+        [PROMPTS],
     ),
     "a base model's beginning-of-sequence token left out": Mistake(
         support.tasks.encode_prompt,
