@@ -71,7 +71,6 @@ class Result(NamedTuple):
     points: int
     most: int
     sentence: str  # the first thing that is wrong; empty if nothing is
-    cpu_seconds: float = 0.0
     graded: bool = True  # False where the machine failed, and not the code
     printed: str = ""  # by the code
 
@@ -172,7 +171,7 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
     calls = [arguments for _, arguments in cases]
     how, cpu_seconds, written, printed = runner.ask(folder, item, calls)
     text = printed[:MOST_PRINTED].decode(errors="replace")
-    lost = lost._replace(cpu_seconds=cpu_seconds, printed=text)
+    lost = lost._replace(printed=text)
     answers = read_answers(written)
     if answers:
         return judged(lost, what_is_wrong(item, cases, answers))
@@ -202,15 +201,20 @@ def legible(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:500]
 
 
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in it, and links to such, but none that a system has put there."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_dir() and not path.name.startswith((".", "__"))
+    ]
+
+
 def innermost(source: Path) -> Path:
     """The folder that has the files: an archive may have it in another one."""
-    inside = [
-        path
-        for path in source.iterdir()
-        if path.is_dir()
-        and not path.is_symlink()
-        and not path.name.startswith((".", "__"))
-    ]
+    if source.is_symlink():
+        raise ValueError(f"{source.name} is a link")
+    inside = folders_in(source)
     if len(inside) == 1 and not wanted_files(source):
         return innermost(inside[0])
     return source
@@ -233,12 +237,10 @@ def copy_submission(source: Path, scratch: Path) -> None:
 
     The reference, solution/, has the repository's loss.py.
     """
-    if source.is_symlink():
-        raise ValueError("it is a link")
-    for path in wanted_files(innermost(source)):
-        shutil.copyfile(path, scratch / path.name)
     if source == SOLUTION:
         shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
+    for path in wanted_files(innermost(source)):
+        shutil.copyfile(path, scratch / path.name)
     shutil.copyfile(HERE / "starter" / "toy.py", scratch / "toy.py")
 
 
@@ -409,11 +411,7 @@ def main() -> None:
         sys.exit(f"grade.py: there is no item {named}; give one of the handout, as 2.3")
     folders = [folder.resolve()]
     if args.all:
-        folders = [
-            path
-            for path in sorted(folder.iterdir())
-            if path.is_dir() and not path.name.startswith((".", "__"))
-        ]
+        folders = folders_in(folder)
         if not folders:
             sys.exit(f"grade.py: {folder} has no folders, one for each submission")
     seed = secrets.randbits(40) if args.seed is None else args.seed

@@ -52,17 +52,14 @@ ALLOWED = [
     *(63, 98, 99, 204, 309, 318),  # uname, getrusage, sysinfo, affinity, CPU, getrandom
     *(60, 231),  # exit, exit_group
 ]
-# open and openat, by the position of their flags, none of which may be one of these.
-OPEN = {2: 1, 257: 2}
+# openat is allowed with none of these among its flags, which are its argument 2.
+OPENAT, FLAGS = 257, 2
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Other commands of fcntl send signals, or lock files.
-FCNTL = 72
-COMMANDS = [0, 1, 2, 3, 1030]  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 
 # Landlock's rights: bit 0 is to execute, 2 to read a file, 3 to list a folder.
 READ_FILE = 1 << 0 | 1 << 2
 READ_FOLDER = READ_FILE | 1 << 3
-# Its scopes, from version 6 on: abstract sockets, and signals.
+# Its scopes, from version 6 on: bit 0 is abstract sockets, 1 signals.
 SCOPES = 1 << 0 | 1 << 1
 
 # Berkeley packet filter: load a word, compare it, return.
@@ -165,20 +162,13 @@ def filter_program() -> bytes:
     for allowed in ALLOWED:
         instructions.append((JUMP_IF_EQUAL, 0, 1, allowed))
         instructions.append((RETURN, 0, 0, ALLOW))
-    for call, position in OPEN.items():
-        instructions += [
-            (JUMP_IF_EQUAL, 0, 4, call),
-            (LOAD, 0, 0, arguments + 8 * position),
-            (JUMP_IF_ANY_BIT, 0, 1, WRITING),
-            (RETURN, 0, 0, NOT_PERMITTED),
-            (RETURN, 0, 0, ALLOW),
-        ]
-    instructions.append((JUMP_IF_EQUAL, 0, 1 + 2 * len(COMMANDS), FCNTL))
-    instructions.append((LOAD, 0, 0, arguments + 8))
-    for command in COMMANDS:
-        instructions.append((JUMP_IF_EQUAL, 0, 1, command))
-        instructions.append((RETURN, 0, 0, ALLOW))
-    instructions.append((RETURN, 0, 0, NOT_PERMITTED))
+    instructions += [
+        (JUMP_IF_EQUAL, 0, 3, OPENAT),
+        (LOAD, 0, 0, arguments + 8 * FLAGS),
+        (JUMP_IF_ANY_BIT, 1, 0, WRITING),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, NOT_PERMITTED),
+    ]
     return b"".join(struct.pack("HBBI", *each) for each in instructions)
 
 

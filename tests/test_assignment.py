@@ -240,12 +240,8 @@ HOSTILE = {
         "PermissionError",
     ),
     "a socket": (CALLED + "import socket; socket.socket()", "PermissionError"),
-    "the owner of a file's signals": (
-        CALLED + "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
-        "PermissionError",
-    ),
     "signals from a file": (
-        CALLED + "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)",
+        CALLED + "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
         "PermissionError",
     ),
     "the environment": (
@@ -281,33 +277,20 @@ def test_hostile_code_is_told_what_happened(
     assert os.environ["GITHUB_TOKEN"] not in sentence
 
 
-# By number on x86-64. They reach other processes, or leave something behind.
-CALLS = {
-    "signals": [62, 129, 200, 234, 297, 424],
-    "ioctl, prctl, setsid, setpgid": [16, 157, 112, 109],
-    "shared memory, semaphores, queues": [29, 30, 31, 64, 65, 68, 69, 240, 319],
-    "keys": [248, 249, 250],
-    "processes": [56, 57, 58, 59, 101, 310, 311, 322, 434, 435, 438, 440, 448],
-    "sockets and rings": [41, 53, 425],
-    "files": [76, 77, 82, 83, 85, 86, 87, 88, 90, 132, 188, 257 | 2**30, 304, 437],
-    "locks and watches": [73, 253, 294, 300],
-    "mounts and names": [155, 161, 165, 170, 171, 272, 308, 428, 429, 430, 432, 442],
-    "priorities and limits": [141, 144, 160, 203, 251, 302, 314],
-    "the kernel": [103, 169, 172, 175, 246, 298, 321, 323],
-}
-
-
-@pytest.mark.parametrize("numbers", CALLS.values(), ids=CALLS)
-def test_no_system_call_reaches_others_or_leaves_something(
-    runner: Runner, tmp_path: Path, numbers: list[int]
-) -> None:
+def test_no_other_system_call_is_permitted(runner: Runner, tmp_path: Path) -> None:
+    # Each of them by its number on x86-64, and by that of x32. Linux filters neither
+    # uretprobe nor uprobe: they end the process that calls them.
+    allowed = [*sandbox.ALLOWED, sandbox.OPENAT, 335, 336]
     code = f"""import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
-def errno(number):
-    libc.syscall(number, 0, 0, 0, 0, 0)
-    return ctypes.get_errno()
-raise RuntimeError([number for number in {numbers} if errno(number) != 1])"""
+def is_refused(number):
+    return libc.syscall(number, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
+numbers = [n for n in range(600) if n not in {allowed}]
+numbers += range(2**30, 2**30 + 600)
+raise RuntimeError([n for n in numbers if not is_refused(n)])"""
     assert "RuntimeError: [] " in sentence_of(runner, tmp_path, code)
+    reach_others = {57, 59, 62, 112, 157, 29, 68, 41, 101, 321, 425, 428, 430, 442}
+    assert not reach_others & set(allowed)
 
 
 def test_memory_is_counted_from_what_the_process_has() -> None:
@@ -489,7 +472,7 @@ def test_many_submissions_are_graded_in_one_command(
     assert "not graded: 4.1 (the grader raised ZeroDivisionError" in lines[0]
     assert lines[3] == "emmy: 2 of 2 points, lost nothing"
     assert lines[4].endswith(
-        "not graded: 4.1 (the folder cannot be read: it is a link)"
+        "not graded: 4.1 (the folder cannot be read: link is a link)"
     )
     assert lines[6].startswith(f"6 submissions, --seed {SEED}; lost by how many: ")
     assert (out / "emmy.txt").read_text().splitlines()[-1] == "points: 2 of 2"
@@ -573,6 +556,7 @@ def changed(**fields: object) -> dict:
         ({"flags": ["--objective=antigravity"]}, "'antigravity' is none of p3o"),
         ({"flags": ["--objective=ppo"]}, "train.py refuses the flags"),
         ({"flags": ["--temprature=1.2"]}, "train.py refuses the flags"),
+        ({"flags": ["--lag=4"] * 51}, "at most 50 items"),
     ],
 )
 def test_results_that_do_not_fit_are_told(
