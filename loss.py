@@ -159,8 +159,10 @@ def grpo(
     has no gradient. Where A < 0 and rho is above the range nothing is clipped: the
     weight is rho, however large. GRPO (arXiv 2402.03300, equation 3) averages over
     responses first, and adds a KL to a fixed reference model. Here every token counts
-    the same, and there is no reference model.
+    the same, and there is no reference model. Raises ValueError if eps is negative.
     """
+    if eps < 0:
+        raise ValueError(f"eps is {eps}: the clip range has to be at least 0")
     rho = (logp - logp_behavior).exp()
     clipped = rho.clamp(1 - eps, 1 + eps)
     return -torch.minimum(rho * advantage, clipped * advantage)  # (4)

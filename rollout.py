@@ -110,7 +110,7 @@ class Engine:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # Not at the top of the file: it takes seconds, and reads the variables above.
         from transformers import AutoConfig
-        from vllm import LLM
+        from vllm import LLM, distributed
 
         cuda = torch.cuda.is_available()
         self.dtype = getattr(torch, dtype)
@@ -170,6 +170,8 @@ class Engine:
             for line in Path("/proc/self/maps").read_text().splitlines():
                 if line.endswith("-cpushm"):
                     Path(line.split(maxsplit=5)[5]).unlink(missing_ok=True)
+            # Nor is vLLM's queue between them used here. It frees its own.
+            distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = self.llm.get_tokenizer()
 
     def sample(

@@ -277,8 +277,7 @@ def find_objective(
     except Exception as error:  # a module of the user's may raise any
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
-            f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters, "
-            "each at least 0, as name=value"
+            f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
         ) from None
     return partial(objective, **hyper_parameters)
 

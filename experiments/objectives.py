@@ -20,8 +20,11 @@ def clipped_loss(
 ) -> Tensor:
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A), PPO's clipped loss.
 
-    ratio is [N, T], or [N, 1] where a response has one; advantage is [N, T].
+    ratio is [N, T], or [N, 1] where a response has one; advantage is [N, T]. Raises
+    ValueError if a bound is on the wrong side of 1.
     """
+    if min(eps_low, eps_high) < 0:
+        raise ValueError(f"{eps_low=}, {eps_high=}: both have to be at least 0")
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     return -torch.minimum(ratio * advantage, clipped * advantage)
 

@@ -229,6 +229,8 @@ def save_model(
         model.generation_config.do_sample = True
     try:
         model.save_pretrained(unfinished, state_dict=kept)
+        for file in unfinished.glob("*.safetensors"):  # safetensors lets no other read.
+            file.chmod((unfinished / "config.json").stat().st_mode)
         model.config.dtype = dtype  # It has written that of the master weights.
         model.config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -27,7 +27,8 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 # A number where it can be one.
-AmountOrText = Annotated[Amount | str, Field(union_mode="left_to_right")]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):

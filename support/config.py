@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from support.command import (
     Amount,
-    AmountOrText,
     Count,
     Dtype,
     Flags,
+    NumberOrText,
     PositiveAmount,
     PositiveCount,
     Probability,
@@ -38,8 +38,8 @@ class Config(Flags):
     # The objective
     objective: str = "p3o"
     """p3o, reinforce, grpo, or module:name, as experiments.objectives:dapo"""
-    objective_args: dict[str, AmountOrText] = {}
-    """a hyper-parameter of it, name=value, at least 0; may be given several times"""
+    objective_args: dict[str, NumberOrText] = {}
+    """a hyper-parameter of it, name=value; may be given several times"""
     scale_advantage: bool = True
     """divide the advantage by its group's standard deviation"""
 

@@ -19,7 +19,10 @@ from support.command import Refused, one_line
 
 # What policy.py is written for: base_model.layers, a linear head and no dropout. In
 # tests/test_rollout.py engine and trainer agree on each of them.
-TRAINABLE = ("llama", "mistral", "qwen2", "qwen3")
+TRAINABLE = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "glm4"),
+    *("stablelm", "nemotron", "exaone4", "ernie4_5"),
+)
 # What multiplies or bends the logits behind the head, which policy.py leaves out.
 OF_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 # Of vLLM's attention on a CPU.

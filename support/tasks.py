@@ -277,7 +277,7 @@ def score_checked(responses: list[str], golds: list[str], verifier: str) -> list
     try:
         rewards = score(responses, golds, verifier)
         if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
-            raise ValueError(f"gave {rewards[:9]}, and not a number in [0, 1] for each")
+            raise ValueError(f"it gave {rewards[:9]}, not a number in [0, 1] for each")
     except Exception as error:  # the user's function may raise any
         if len(golds) > 1:  # Which of them is it?
             for response, gold in zip(responses, golds, strict=True):

@@ -2,6 +2,8 @@
 
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import ROOT
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from policy import build_policy
-from support.checkpoints import load_checkpoint, save_checkpoint, save_model
+from policy import build_policy, full_weights
+from support.checkpoints import (
+    load_checkpoint,
+    save_checkpoint,
+    save_model,
+    take_folder,
+)
 from support.command import Refused, Stopped
 from support.log import append_row, keep_steps
 
@@ -216,6 +225,42 @@ def test_a_model_that_came_with_a_temperature_can_be_written(group, tmp_path):
     save_model(model, model.state_dict().items(), tokenizer, tmp_path / "model")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert saved.generation_config.do_sample
+
+
+def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_modes(
+    group, tmp_path
+):
+    folder = tmp_path / "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained("tiny", dtype="bfloat16")
+    model.save_pretrained(folder)
+    policy = build_policy(str(folder), group)  # which has float32
+    tokenizer, saved = AutoTokenizer.from_pretrained("tiny"), tmp_path / "model"
+    save_model(
+        *(policy.model, full_weights(policy), tokenizer, saved), policy.stored_dtype
+    )
+    weights = load_file(saved / "model.safetensors")
+    # bfloat16 numbers are the same ones after float32.
+    expected = load_file(folder / "model.safetensors")
+    assert sorted(weights) == sorted(expected)
+    assert "lm_head.weight" not in weights
+    for name, weight in expected.items():
+        assert torch.equal(weights[name], weight), name
+    assert AutoConfig.from_pretrained(saved).dtype == torch.bfloat16
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1
+
+
+def test_a_folder_in_which_another_run_is_at_work_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    code = "import sys, support.checkpoints as c, pathlib as p\n"
+    code += "c.take_folder(p.Path(sys.argv[1])); print(flush=True); input()"
+    command = [sys.executable, "-c", code, tmp_path]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(Refused, match="another run is at work there"):
+            take_folder(tmp_path)
+        other.kill()
+    take_folder(tmp_path)
 
 
 def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path):

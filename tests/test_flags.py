@@ -126,7 +126,11 @@ def test_several_tasks_are_given_with_commas():
         ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),  # of p3o
         ("--objective=grpo --objective_args=eps=nan", "takes {'eps': 'nan'}: "),
         # Its bounds, 1 - eps and 1 + eps, would be crossed.
-        ("--objective=grpo --objective_args=eps=-1", "takes {'eps': '-1'}: "),
+        (
+            "--objective=grpo --objective_args=eps=-1",
+            "eps is -1.0: the clip",
+        ),
+        ("--objective=experiments.objectives:dapo --objective_args=eps_low=-1", "both"),
         ("--objective=builtins:print", "no objective 'builtins:print' that takes"),
         ("--minibatches=3", "prompts_per_step is 32: give a multiple of 3"),
     ],
@@ -179,6 +183,15 @@ def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_i
     assert done.stderr.startswith(printed)
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""  # with an out_dir it would say what it computes in
+
+
+def test_ranks_of_another_launcher_than_torchrun_are_told_how_to_start(monkeypatch):
+    # Kubernetes' PyTorchJob, srun and mpirun know no ranks of a node.
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(Refused, match="WORLD_SIZE is 2, and .*LOCAL_WORLD_SIZE.* not"):
+        support.machine.init_distributed()
 
 
 @pytest.mark.slow
