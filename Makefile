@@ -47,15 +47,21 @@ reproduce: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python experiments/bench.py
 
-# Then a run of train.py that evaluates by a second engine, saves, and goes on.
+# The embedded policy, then 1.5 billion random parameters. Then a run of train.py that
+# evaluates by a second engine, saves, and goes on.
+FP8 := --rollout_quantization fp8_per_channel
+CHECK := $(BIN)/python experiments/gpu_check.py --out runs/gpu-check.json
+LARGE := --size 1.5B --max_response_tokens 512 --kv_cache_gb 12 --gradient_checkpointing
 gpu-check: $(VENV)/installed
-	$(BIN)/python experiments/gpu_check.py --out runs/gpu-check.json
-	$(BIN)/python experiments/gpu_check.py \
-	    --rollout_quantization fp8_per_channel --out runs/gpu-check-fp8.json
+	rm -f runs/gpu-check.json
+	$(CHECK)
+	$(CHECK) $(FP8)
+	$(CHECK) $(LARGE)
+	$(CHECK) $(LARGE) $(FP8)
 	rm -rf runs/gpu-check
-	$(BIN)/python train.py --rollout_quantization fp8_per_channel \
+	$(BIN)/python train.py $(FP8) \
 	    --steps 2 --save_every 1 --out_dir runs/gpu-check
-	$(BIN)/python train.py --rollout_quantization fp8_per_channel \
+	$(BIN)/python train.py $(FP8) \
 	    --steps 3 --save_every 1 --out_dir runs/gpu-check --resume
 
 lint: $(VENV)/installed

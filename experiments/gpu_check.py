@@ -1,31 +1,44 @@
-"""What engine and trainer do on this machine's GPUs: the sync, memory, seconds.
+"""What engine and trainer do on this machine's GPUs: a table of what passes, and JSON.
 
     make gpu-check
+    torchrun --standalone experiments/gpu_check.py --size 1.5B
     torchrun --nproc-per-node 8 experiments/gpu_check.py \\
         --config recipes/gsm8k-8gpu.yaml --rollout_quantization fp8_per_channel
 
-It takes the flags of train.py, and two steps of its loop: made-up rewards, a learning
-rate that changes any policy, and the engine asleep while the policy is updated. Between
-them the weights are synced, so three mismatches tell whether the sync works: before the
-first update, after it without a sync, and after the sync. `make gpu-check` does this
-without quantization and with fp8, and then makes a run with fp8, which it resumes.
+It takes the flags of train.py, and makes three steps of its loop: made-up rewards, a
+learning rate that changes any policy, and the engine asleep while the policy is
+updated. The third has top-p and top-k. With --size it does so with a random model of
+Qwen2.5's shape, made on the spot. Then the engine sleeps and wakes up many times, and
+in fp8 another one loads the same weights from the disk. The last table has limits. If a
+number is not within its own, the exit code is 1. `make gpu-check` does this with the
+embedded policy and with 1.5 billion parameters, without quantization and with fp8, and
+then makes a run with fp8, which it resumes.
 """
 
 import json
+import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.bench import seconds_of, update_flops
+from experiments.memory import GB, RESERVE, engine_bytes, memory_of, shape_of
 from loss import group_advantage, p3o
-from policy import build_policy, full_weights
-from support.command import Refused, parse_flags, run_script
+from policy import SYNC_LIMITS, Policy, build_policy, check_sync, full_weights
+from rollout import Engine
+from support.checkpoints import save_model
+from support.command import PositiveCount, Stopped, parse_flags, run_script
 from support.log import Log, peak_memory_gb
 from support.machine import init_distributed
 from train import (
@@ -36,26 +49,52 @@ from train import (
     update,
 )
 
-GB = 2**30
 CUDA = torch.cuda.is_available()
+SHAPE = "tests/data/configs/Qwen2.5-1.5B-Instruct"
+SMALL = {
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention"] * 2,
+    "vocab_size": 2000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+}
 
 
 class CheckConfig(Config):
-    """A check of this machine: two steps of train.py."""
+    """A check of this machine: three steps of train.py, and more."""
 
+    size: Literal["", "small", "1.5B"] = ""
+    """a random model of this size in place of --model"""
+    cycles: PositiveCount = 20
+    """how often the engine sleeps and wakes up"""
     out: str = ""
-    """write the numbers to this JSON file too"""
+    """a JSON file, to which the numbers are added too"""
 
 
 Rows = dict[str, dict[str, float]]
 
 
+def random_model(size: str) -> str:
+    """The folder of a random model with the tokenizer of tiny. A collective."""
+    folder = os.path.join(tempfile.gettempdir(), f"p3o-{size}")
+    if dist.get_rank() == 0:
+        sizes = SMALL if size == "small" else {}
+        config = AutoConfig.from_pretrained(SHAPE, **sizes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained("tiny").save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
 @contextmanager
 def phase(rows: Rows, name: str) -> Iterator[None]:
-    """Time a with-block, and read the memory after it, on this rank."""
+    """Time a with-block, and read the memory of this rank after it."""
     if CUDA:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     start = time.perf_counter()
     yield
     row = rows[name] = {}
@@ -64,33 +103,36 @@ def phase(rows: Rows, name: str) -> Iterator[None]:
         free, total = torch.cuda.mem_get_info()
         # By all programs. What a sleeping engine has lent out is free.
         row["GB in use"] = (total - free) / GB
-    row["GB at most"] = peak_memory_gb()
+        row["GB added"] = peak_memory_gb() - before / GB
     row["seconds"] = time.perf_counter() - start
 
 
-def check_mismatch(before: float, without: float, after: float) -> None:
-    """Raises Refused where the new weights seem not to have come into the engine.
-
-    These are mean |log rho|. After the sync it has to be nearer to what it was at the
-    start than to what it was without a sync. An fp8 engine has some at any time.
-    """
-    if after - before > without - after:
-        raise Refused(
-            f"after the sync mean |log rho| is {after:.4f}; it was {before:.4f} at the "
-            f"start, and {without:.4f} before the sync: the engine does not compute "
-            "with the new weights"
-        )
+def product_flops(policy: Policy) -> float:
+    """Operations a second of a matrix product on the policy's device, in its dtype."""
+    size = 8192 if CUDA else 1024
+    device = next(policy.parameters()).device
+    matrix = torch.ones(size, size, dtype=policy.dtype, device=device)
+    return 2 * size**3 / min(seconds_of(lambda: matrix @ matrix) for _ in range(5))
 
 
-def two_steps(cfg: CheckConfig) -> tuple[Rows, Rows]:
-    """The phases of two steps, and the mismatch before and after the sync."""
-    tokenizer, train, _, max_model_len = load_data(cfg)
+def limited(
+    value: float, most: float = math.inf, least: float = -math.inf
+) -> dict[str, float]:
+    """A row of the checks: a number, and the limits between which it passes."""
+    return {"value": value, "least": least, "most": most}
+
+
+def check(cfg: CheckConfig) -> dict[str, Rows]:
+    """Three steps of train.py, and what else is measured."""
     mesh = init_distributed()
+    if cfg.size:
+        cfg.model = random_model(cfg.size)
+    tokenizer, train, _, length = load_data(cfg)
     log = Log(Path(), tokenizer, cfg.group_size, cfg.steps, done=0)
     phases: Rows = {}
-    mismatch: Rows = {}
+    statistics: Rows = {}
     with phase(phases, "engines built"):
-        engine, _ = build_engines(cfg, max_model_len)
+        engine, evaluator = build_engines(cfg, length)
     with phase(phases, "engine asleep"):
         engine.sleep()
     with phase(phases, "policy built"):
@@ -107,7 +149,11 @@ def two_steps(cfg: CheckConfig) -> tuple[Rows, Rows]:
     optimizer = torch.optim.AdamW(policy.parameters(), rate, fused=True)
     with phase(phases, "sync 0"):
         engine.load_weights(full_weights(policy), version="0")
-    for step, when in ((1, "at the start"), (2, "after the sync")):
+    # All tokens that this leaves are listed.
+    cut = {"top_p": 0.9, "top_k": cfg.top_logprobs}
+    steps = {"at the start": {}, "after the sync": {}, "with top-p and top-k": cut}
+    for step, (when, settings) in enumerate(steps.items(), 1):
+        cfg = cfg.model_copy(update=settings)
         with phase(phases, f"rollout {step}"):
             rollouts = sample_batch(engine, cfg, step, train, log)
         engine.sleep()
@@ -117,14 +163,90 @@ def two_steps(cfg: CheckConfig) -> tuple[Rows, Rows]:
         rows = torch.arange(len(rollouts.text))
         with phase(phases, f"update {step}"):
             stats = update(policy, optimizer, p3o, rollouts, rows, cfg, step)
-        mismatch[when] = stats
+        statistics[when] = stats
         if step == 1:
             # The changed policy on what the old weights sampled.
             again = update(policy, optimizer, p3o, rollouts, rows, cfg, step)
-            mismatch["without a sync"] = again
+            statistics["without a sync"] = again
         with phase(phases, f"sync {step}"):
             engine.load_weights(full_weights(policy), version=str(step))
-    return phases, mismatch
+    for cycle in range(cfg.cycles):
+        with phase(phases, f"asleep {cycle}"):
+            engine.sleep()
+        with phase(phases, f"awake {cycle}"):
+            engine.load_weights(full_weights(policy), version=str(step))
+
+    before, without, after, _ = [row["mismatch_mean"] for row in statistics.values()]
+    limit = SYNC_LIMITS[
+        "bfloat16 or TF32" if cfg.rollout_quantization == "none" else "fp8"
+    ]
+    listed = rollouts.top_logp_behavior[rollouts.mask]
+    sampled = int(rollouts.mask.sum())
+    tokens = sampled + int(rollouts.prompt_length.sum())
+    seconds = phases["update 3"]["seconds"]
+    flops = update_flops(policy, rollouts) / seconds
+    checks = {
+        "mean |log rho| at the start": limited(before, limit),
+        # It is nearer to that after a sync than without. In fp8 it never is 0.
+        "part of it that a sync leaves": limited(
+            (after - before) / (without - before), 0.5
+        ),
+        "KL with top-p and top-k": limited(
+            statistics["with top-p and top-k"]["kl"], limit**2
+        ),
+        "tokens that these cut off": limited(
+            listed.isneginf().float().mean().item(), least=0.01
+        ),
+        "rollout, tokens/s": limited(sampled / phases["rollout 3"]["seconds"]),
+        "update, tokens/s": limited(tokens / seconds),
+        "update, of the matrix product": limited(
+            flops / product_flops(policy),
+            least=0.15 if cfg.size == "1.5B" else 0,  # a guess
+        ),
+    }
+    if CUDA:
+        checks |= memory_checks(phases, cfg, mesh.size(-1))
+    if cfg.rollout_quantization != "none":
+        folder = Path(tempfile.gettempdir(), "p3o-after")
+        save_model(policy.model, full_weights(policy), tokenizer, folder)
+        dist.barrier()
+        fresh = Engine(
+            *(str(folder), length),
+            tp=cfg.rollout_tp,
+            quantization=cfg.rollout_quantization,
+            dtype=cfg.rollout_dtype,
+        )
+        # The same samples have the same distance, where the fp8 weights are the same.
+        distances = [
+            check_sync(each, policy, train.prompts) for each in (engine, fresh)
+        ]
+        checks["fp8 apart from a fresh engine's"] = limited(
+            abs(distances[0] - distances[1]), 1e-3
+        )
+    return {"phases": phases, "statistics": statistics, "checks": checks}
+
+
+def memory_checks(phases: Rows, cfg: Config, ranks: int) -> Rows:
+    """Memory on CUDA in GB, beside what memory.py counts for these ranks of a node."""
+    shape = shape_of(cfg.model)
+    counted = memory_of(cfg, shape, ranks)
+    rollout, update = counted["rollout"], counted["update"]
+    added = sum(update[name] for name in update if name not in rollout)
+    lent = engine_bytes(cfg, shape, cfg.rollout_quantization)
+    *_, asleep, awake = [row["GB in use"] for row in phases.values()]
+    return {
+        "GB in use in a rollout": limited(
+            phases["rollout 2"]["GB in use"], (sum(rollout.values()) + RESERVE) / GB
+        ),
+        # Activations are counted to 30%, and NCCL takes some.
+        "GB that an update adds": limited(
+            phases["update 2"]["GB added"], 1.3 * added / GB + 1
+        ),
+        "GB that sleep lends": limited(awake - asleep, least=0.9 * lent / GB),
+        "GB more in the last sleep": limited(
+            asleep - phases["asleep 0"]["GB in use"], 0.1
+        ),
+    }
 
 
 def table(rows: Rows) -> str:
@@ -132,25 +254,36 @@ def table(rows: Rows) -> str:
     lines = []
     for name, row in rows.items():
         numbers = "".join(f"  {title} {value:.4g}" for title, value in row.items())
-        lines.append(f"{name:16}{numbers}")
+        lines.append(f"{name:32}{numbers}")
     return "\n".join(lines)
 
 
 def main() -> None:
     cfg = parse_flags(CheckConfig)
+    name = f"{cfg.size or cfg.model}, {cfg.rollout_quantization}"
+    device = torch.cuda.get_device_name() if CUDA else "CPU"
     if not CUDA:
         print("The device is a CPU: this checks nothing of CUDA.", flush=True)
-    phases, mismatch = two_steps(cfg)
-    if os.environ["RANK"] == "0":
-        device = torch.cuda.get_device_name() if CUDA else "CPU"
-        print(f"{cfg.model} on {device}, {cfg.rollout_quantization}, of rank 0")
-        print(f"{table(phases)}\n\n{table(mismatch)}")
-        if cfg.out:
-            found = {"device": device, "phases": phases, "mismatch": mismatch}
-            Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(cfg.out).write_text(json.dumps(found, indent=1) + "\n")
-    names = ("at the start", "without a sync", "after the sync")
-    check_mismatch(*[mismatch[name]["mismatch_mean"] for name in names])
+    found = check(cfg)
+    if os.environ["RANK"] != "0":
+        return
+    out = Path(cfg.out)
+    if cfg.out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        runs = json.loads(out.read_text()) if out.exists() else {}
+        runs[name] = {"device": device, "torch": torch.__version__, **found}
+        out.write_text(json.dumps(runs, indent=1) + "\n")
+    failed = [
+        title
+        for title, row in found["checks"].items()
+        if not row["least"] <= row["value"] <= row["most"]  # NaN is not
+    ]
+    print(f"{name} on {device}, of rank 0")
+    for part in found.values():
+        print(f"\n{table(part)}")
+    if failed:
+        raise Stopped(f"{name}: not within its limits is {', '.join(failed)}")
+    print("All are within their limits.")
 
 
 if __name__ == "__main__":

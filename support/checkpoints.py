@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from support.command import Refused, Stopped
 from support.machine import bfloat16_is_slow
 
+SECONDS_UNSEEN = 60  # so long NFS may hide a new folder from another node
 KEPT = 2  # checkpoints of a run, the newest
 # Fields that a resumed run may change, as they do not change what it learns. With a lag
 # `steps` does: a run samples nothing that its last step will not use.
@@ -85,7 +87,10 @@ def config_of(cfg: Any) -> dict[str, Any]:
 
 
 def make_out_dir(cfg: Any) -> Path:
-    """Make the run's folder with config.json, unless --resume has it. A collective."""
+    """Make the run's folder with config.json, unless --resume has it. A collective.
+
+    Raises Refused, on all ranks, where a node does not see it.
+    """
     # The folder's name has rank 0's time.
     named = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
     dist.broadcast_object_list(named)
@@ -102,6 +107,18 @@ def make_out_dir(cfg: Any) -> Path:
         print(
             "e_B is 1 where the policy is what sampled, and falls the further they are "
             "apart; KL: nats a token; tokens: of a response"
+        )
+    dist.barrier()
+    for _ in range(SECONDS_UNSEEN):
+        if out.exists():
+            break
+        time.sleep(1)
+    hosts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, None if out.exists() else socket.gethostname())
+    for host in filter(None, hosts):
+        raise Refused(
+            f"out_dir {out} is not on {host}: give a folder on a file system that all "
+            "nodes share"
         )
     return out
 

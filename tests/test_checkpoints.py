@@ -18,14 +18,17 @@ from conftest import ROOT
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import support.checkpoints
 from policy import build_policy, full_weights
 from support.checkpoints import (
     load_checkpoint,
+    make_out_dir,
     save_checkpoint,
     save_model,
     take_folder,
 )
 from support.command import Refused, Stopped
+from support.config import Config
 from support.log import append_row, keep_steps
 
 
@@ -268,3 +271,12 @@ def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
     keep_steps(path, done=2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypatch):
+    monkeypatch.setattr(support.checkpoints, "SECONDS_UNSEEN", 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # rank 0 makes it elsewhere
+    with pytest.raises(
+        Refused, match="run is not on .*: give a folder on a file system"
+    ):
+        make_out_dir(Config(out_dir=str(tmp_path / "run")))

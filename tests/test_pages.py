@@ -18,7 +18,8 @@ PAGES += sorted(ROOT.glob("docs/*.md"))
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
 # All names that the code has, and the words of its texts.
 WORDS = set(re.findall(r"\w+", "".join(path.read_text() for path in SOURCES)))
-TORCHRUN_FLAGS = {"nproc-per-node", "nnodes", "rdzv-backend", "rdzv-endpoint"}
+TORCHRUN_FLAGS = {"nproc-per-node", "nnodes", "node-rank", "rdzv-backend"}
+TORCHRUN_FLAGS |= {"master-addr", "master-port"}
 
 on_every_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
