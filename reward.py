@@ -24,16 +24,36 @@ from support.latex import latex_of
 # --- 1. Where the final answer is
 
 # A brace that is not escaped, with the \boxed in front of it if there is one.
-BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)[{}]")
+BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
+# <think>, </think>, <|begin_of_thought|>, [THINK], ◁/think▷, <seed:think>
+THOUGHT = re.compile(
+    r"[<\[◁]\|?(?P<end>/|end_of_)?(?:begin_of_|seed:)?"
+    r"(?:think(?:ing)?|thought|reasoning)\|?[>\]▷]",
+    re.IGNORECASE,
+)
+# <|im_end|>, <｜end▁of▁sentence｜>, </s>: where a response is decoded with them.
+SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn)>")
+
+
+def open_thought(prompt: str) -> str:
+    """The tag with which a prompt ends whose template has opened a thought; else "".
+
+    What is judged of such a prompt's responses is this tag and the response.
+    """
+    *_, last = [None, *THOUGHT.finditer(prompt.rstrip())]
+    is_open = last and not last["end"] and last.end() == len(prompt.rstrip())
+    return last[0] if is_open else ""
 
 
 def without_thoughts(response: str) -> str:
     """What follows the thoughts of a model that thinks first, which end with </think>.
 
-    Where <think> has not ended, nothing is an answer yet.
+    Where a thought has not ended, nothing is an answer yet. Special tokens say nothing.
     """
-    text = response.rpartition("</think>")[2]
-    return "" if "<think>" in text else text
+    *_, last = [None, *THOUGHT.finditer(response)]
+    if last and not last["end"]:
+        return ""
+    return SPECIAL_TOKEN.sub("", response[last.end() :] if last else response)
 
 
 def final_answer(text: str) -> str:
@@ -87,7 +107,9 @@ def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
     verdicts = []
     for response, gold in zip(responses, golds, strict=True):
         answer = final_answer(without_thoughts(response))
-        number = number_of(latex_of(answer))
+        # x = 18, (18), \{18\}
+        latex = re.sub(r"^[a-zA-Z\\{}_ ]*=|[][(){}\\#]", "", latex_of(answer))
+        number = number_of(latex)
         verdicts.append(number is not None and number == number_of(latex_of(gold)))
     return verdicts
 

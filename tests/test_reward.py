@@ -182,13 +182,13 @@ SAME_NUMBER = [
     ("1800", "#### $1,800.00"),
     ("-3", "#### -3"),
     ("0.1", "#### .1"),
+    ("84", r"\boxed{x=84}"),
+    ("84", "#### ８４"),
 ]
 ANOTHER_NUMBER = [
     ("84", "#### 84.00000000001"),
     ("84", r"\boxed{168/2}"),
-    ("84", r"\boxed{x=84}"),
     ("84", "#### 84+1"),
-    ("84", "#### ８４"),
     ("3600", "#### 3,6,00"),
     ("9007199254740993", "#### 9007199254740992"),
     ("18", "#### 18 million"),
@@ -328,7 +328,8 @@ def test_k_hostile_answers_cost_k_times_the_limit_of_cpu_time():
 
 def test_an_honest_pair_stays_far_below_the_limit():
     start = children_cpu_seconds()
-    assert judge.equal_formulas(HONEST) == [True] * len(HONEST)
+    golds, answers = zip(*HONEST, strict=True)
+    assert score(list(map(boxed, answers)), golds) == [1.0] * len(HONEST)
     # All of them and the start of the judge use less than a single pair may.
     assert children_cpu_seconds() - start < judge.LIMIT + 2
 
@@ -371,8 +372,8 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
             "judge.equal = lambda gold, _: gold == '5' and os._exit(1)",
             "exit code 1",
         ),
-        ("judge.MEMORY = 2**20", "MemoryError"),
-        ("judge.KNOWN = [('5', '6', True)]", "math_verify finds 5 == 6 to be False"),
+        ("judge.MEMORY = 2**20", "Error"),
+        ("judge.KNOWN = [('5', '6', True)]", "sympy finds 5 == 6 to be False"),
     ],
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):
