@@ -10,7 +10,6 @@ Comparing may never end, so support/judge.py does it in processes that it can ki
 import functools
 import itertools
 import operator
-import random
 import re
 from typing import Any
 
@@ -24,19 +23,11 @@ from sympy.core.relational import Relational
 # a numeral, a ratio of three, and [5], which is no 5. These equal their own text alone.
 UNREADABLE = re.compile(r"mod|phantom|dots|\d_|:.*:|^\[[^,;&]*\]$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
-# The values of variables at which equal formulas have to be equal: between 0 and 1,
-# whole, and of either sign. All pairs have the same.
-NUMBERS = random.Random(0)
-POINTS = [
-    [sympy.Rational(NUMBERS.randint(least, 30), divisor) for _ in range(12)]
-    for least, divisor in [(1, 31)] * 2 + [(1, 1)] * 5 + [(-30, 7)] * 3
-]
-# To so many digits numbers that are not rational have to be equal; and at a point.
-DIGITS = 1000, 100
+DIGITS = 1000  # to which numbers that are not rational have to be equal
 
 
 class Reader(_Latex2Sympy):
-    """latex2sympy, but for three of its readings."""
+    """latex2sympy, but for two of its readings."""
 
     def parse_number(self, text: str) -> sympy.Rational:
         """0.25 is 25/100 and nothing near it."""
@@ -48,7 +39,7 @@ class Reader(_Latex2Sympy):
         Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}.
         """
         texts = [factor.getText() for factor in factors]
-        values = [self.convert_postfix(factor) for factor in factors]
+        values = map(self.convert_postfix, factors)
         if MIXED_NUMBER.fullmatch("".join(texts)):
             return sum(values)
         for left, right in itertools.pairwise(texts):
@@ -56,20 +47,14 @@ class Reader(_Latex2Sympy):
                 raise ValueError("a number beside a number")
         return functools.reduce(operator.mul, values)
 
-    def convert_func(self, func: Any) -> Any:
-        """f(3) is the name of a number, as x is."""
-        value = super().convert_func(func)
-        is_name = isinstance(value, AppliedUndef)
-        return sympy.Symbol(str(value.doit()), real=True) if is_name else value
-
 
 def formula_of(latex: str) -> Any:
     """What a formula says, as parts_of has it; an Exception for what says nothing."""
     if UNREADABLE.search(latex):
         raise ValueError("it has no one meaning")
-    latex = re.sub(r"(?<=\d)[eE]([-+]?\d+)(?!\w)", r"\\cdot10^{\1}", latex)  # 3e8
-    if latex.count(r"\pm") == 1 and not re.search("[,;=]", latex):
+    if re.fullmatch(r"[^,;=]*\\pm[^,;=]*", latex) and latex.count(r"\pm") == 1:
         return [formula_of(latex.replace(r"\pm", sign)) for sign in "+-"]
+    latex = re.sub(r"(?<=\d)[eE]([-+]?\d+)(?!\w)", r"\\cdot10^{\1}", latex)  # 3e8
     # R and r are two variables, and variables are real.
     reader = Reader(is_real=True, config=ConversionConfig(lowercase_symbols=False))
     return parts_of(reader.parse(latex))
@@ -82,16 +67,12 @@ def parts_of(said: Any) -> Any:
     [1,2) has two parts more, for its ends. A union is the list of its intervals. An
     inequality in one variable is the set of what the variable may be.
     """
-    links = getattr(said, "_unsorted_args", [])
-    if isinstance(said, sympy.And) and all(link.func is sympy.Eq for link in links):
-        return sympy.Eq(links[0].lhs, links[-1].rhs, evaluate=False)  # x = 1+2 = 3
-    if isinstance(said, sympy.Eq):
-        # x = 1, 2 or x in [1,2] or (x,y) = (1,2)
-        return said if isinstance(said.rhs, sympy.Expr) else parts_of(said.rhs)
-    if isinstance(said, (Relational, sympy.And)) and len(said.free_symbols) == 1:
-        said = said.doit().as_set()
-    elif isinstance(said, (sympy.Union, sympy.Complement, sympy.Intersection)):
+    if isinstance(said, (sympy.Union, sympy.Complement, sympy.Intersection)):
         said = said.doit()
+    elif isinstance(said, sympy.Eq):
+        return said
+    elif isinstance(said, (Relational, sympy.And)) and len(said.free_symbols) == 1:
+        said = said.doit().as_set()
     if isinstance(said, sympy.Interval):
         ends = said.left_open, said.right_open
         return (said.start, said.end, *(ends if ends != (True, True) else ()))
@@ -106,15 +87,13 @@ def parts_of(said: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two formulas, as parts_of has them, say the same."""
+    """Whether two formulas, as formula_of has them, say the same."""
     if isinstance(a, sympy.Eq) != isinstance(b, sympy.Eq):
         a, b = value_of(a), value_of(b)
-    if isinstance(a, tuple) != isinstance(b, tuple):
-        a, b = values_of(a), values_of(b)
-    if isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
+    if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         return all(map(same, a, b)) if isinstance(a, tuple) else same_parts(a, b)
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
-        return agree(a, b)
+        return a == b or is_zero(a - b)
     if isinstance(a, Relational) and isinstance(b, Relational):
         return same_relation(a, b)
     return a == b
@@ -132,58 +111,34 @@ def same_parts(a: list, b: list) -> bool:
 
 
 def value_of(said: Any) -> Any:
-    r"""18 for x = 18, AB = 18, f^{-1}(3) = 18 or 9+9 = 18; else what was said."""
+    r"""18 for x = 18, AB = 18, f(3) = 18 or 9+9 = 18; else what was said."""
     if not isinstance(said, sympy.Eq):
         return said
     left, right = said.args
-    if left.is_Symbol or re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w+\(.*\)", str(left)):
+    is_name = re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w\(.*\)", str(left))  # or f^{-1}(3)
+    if left.is_Symbol or isinstance(left, AppliedUndef) or is_name:
         return right
     if right.is_Symbol:
         return left
-    return right if not left.free_symbols and agree(left, right) else said
-
-
-def values_of(said: Any) -> Any:
-    """(1,2) for x=1, y=2; else what was said."""
-    if not isinstance(said, list) or not all(
-        isinstance(part, sympy.Eq) for part in said
-    ):
-        return said
-    distinct = len({part.lhs for part in said}) == len(said)
-    return tuple(map(value_of, said)) if distinct else said
+    return right if not left.free_symbols and same(left, right) else said
 
 
 def same_relation(a: Relational, b: Relational) -> bool:
     """Whether two equations or inequalities differ by a factor: x < y, -2x > -2y."""
     a, b = (said.reversed if ">" in said.rel_op else said for said in (a, b))
-    one, other = a.lhs - a.rhs, b.lhs - b.rhs
-    names = sorted(a.free_symbols | b.free_symbols, key=str)
-    factor = (one / other).subs(zip(names, POINTS[0], strict=False)).doit()
-    any_sign = isinstance(a, sympy.Eq) or factor > 0
-    return bool(a.func is b.func and names and any_sign) and agree(one, factor * other)
+    factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+    right_sign = factor.is_nonzero if isinstance(a, sympy.Eq) else factor.is_positive
+    return bool(a.func is b.func and a.free_symbols and factor.is_number and right_sign)
 
 
-def agree(a: sympy.Expr, b: sympy.Expr) -> bool:
-    """Whether two terms are equal: as numbers, or at all POINTS where both are real."""
-    if a == b:
-        return True
-    gap = (a - b).subs(sympy.Symbol("i", real=True), sympy.I).doit()
-    names = sorted(gap.free_symbols, key=str)
-    agreed = False
-    for point in POINTS if names else POINTS[:1]:
-        number = gap.subs(zip(names, point, strict=False)).doit()
-        if is_zero(number, DIGITS[bool(names)]):
-            agreed = True
-        elif number.evalf().is_real or gap.has(sympy.I):
-            return False
-    return agreed
-
-
-def is_zero(number: sympy.Expr, digits: int) -> bool:
-    """Whether a number is 0. It is, if terms that are not rational cancel this far."""
-    if number.is_Rational:
-        return number == 0
+def is_zero(term: sympy.Expr) -> bool:
+    """Whether a term is 0. A number is, if it is to as many DIGITS as its summands."""
+    term = term.subs(sympy.Symbol("i", real=True), sympy.I).doit()
+    if term.free_symbols:
+        term = sympy.simplify(term)
+    if term.is_Rational:
+        return term == 0
     try:
-        return number.evalf(2, maxn=digits, strict=True) == 0
+        return term.evalf(2, maxn=DIGITS, strict=True) == 0
     except PrecisionExhausted:
         return True
