@@ -25,24 +25,14 @@ from support.latex import latex_of
 
 # A brace that is not escaped, with the \boxed in front of it if there is one.
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
-# <think>, </think>, <|begin_of_thought|>, [THINK], ◁/think▷, <seed:think>
+# <think>, </think>, <|begin_of_thought|>, [THINK], ◁/think▷, </seed:think>
 THOUGHT = re.compile(
-    r"[<\[◁]\|?(?P<end>/|end_of_)?(?:begin_of_|seed:)?"
-    r"(?:think(?:ing)?|thought|reasoning)\|?[>\]▷]",
+    r"[<\[◁]\|?(?P<end>/|end_of_|end_)?(?:[a-z]+[_:]|begin_of_)?"
+    r"(?:think(?:ing)?|thoughts?|reasoning)\|?[>\]▷]",
     re.IGNORECASE,
 )
 # <|im_end|>, <｜end▁of▁sentence｜>, </s>: where a response is decoded with them.
 SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn)>")
-
-
-def open_thought(prompt: str) -> str:
-    """The tag with which a prompt ends whose template has opened a thought; else "".
-
-    What is judged of such a prompt's responses is this tag and the response.
-    """
-    *_, last = [None, *THOUGHT.finditer(prompt.rstrip())]
-    is_open = last and not last["end"] and last.end() == len(prompt.rstrip())
-    return last[0] if is_open else ""
 
 
 def without_thoughts(response: str) -> str:

@@ -19,9 +19,10 @@ from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-# What latex2sympy leaves out or takes for something else: a modulus, dots, the base of
-# a numeral, a ratio of three, and [5], which is no 5. These equal their own text alone.
-UNREADABLE = re.compile(r"mod|phantom|dots|\d_|:.*:|^\[[^,;&]*\]$")
+# What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, the
+# base of a numeral, a ratio of three, and [5], which is no 5. These are equal to their
+# own text alone.
+UNREADABLE = re.compile(r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
 DIGITS = 1000  # to which numbers that are not rational have to be equal
 
@@ -39,8 +40,8 @@ class Reader(_Latex2Sympy):
         Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}.
         """
         texts = [factor.getText() for factor in factors]
-        values = map(self.convert_postfix, factors)
-        if MIXED_NUMBER.fullmatch("".join(texts)):
+        values = [self.convert_postfix(factor) for factor in factors]
+        if MIXED_NUMBER.fullmatch("".join(texts)) and values[1] < 1:
             return sum(values)
         for left, right in itertools.pairwise(texts):
             if re.search(r"\d\}*$", left) and re.match(r"\{*[\d.]", right):
@@ -139,6 +140,6 @@ def is_zero(term: sympy.Expr) -> bool:
     if term.is_Rational:
         return term == 0
     try:
-        return term.evalf(2, maxn=DIGITS, strict=True) == 0
+        return term.evalf(DIGITS, maxn=DIGITS, strict=True) == 0
     except PrecisionExhausted:
         return True

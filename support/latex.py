@@ -12,9 +12,9 @@ MAX_LENGTH = 300  # characters of an answer
 # Signs that LaTeX has a command for. A ~ is a blank.
 SIGNS = r"""
 − - – - × \times~ · \cdot~ ⋅ \cdot~ ÷ \div~ ± \pm~ ∞ \infty~ ∪ \cup~ ∩ \cap~ ∈ \in~
-∅ \emptyset~ ≤ \le~ ≥ \ge~ ≠ \ne~ ℝ \mathbb{R} ∛ \sqrt[3]~ º ° ⁰ ^{0} ¹ ^{1} ² ^{2}
-³ ^{3} ⁴ ^{4} ⁵ ^{5} ⁶ ^{6} ⁷ ^{7} ⁸ ^{8} ⁹ ^{9} ⁻ ^{-} ½ \frac{1}{2} ⅓ \frac{1}{3}
-⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} … \ldots~
+∅ \emptyset~ ≤ \le~ ≥ \ge~ ≠ \ne~ π \pi~ ℝ \mathbb{R} ∛ \sqrt[3]~ º ° ⁰ ^{0} ¹ ^{1}
+² ^{2} ³ ^{3} ⁴ ^{4} ⁵ ^{5} ⁶ ^{6} ⁷ ^{7} ⁸ ^{8} ⁹ ^{9} ⁻ ^{-} ½ \frac{1}{2}
+⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} … \ldots~
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
@@ -22,21 +22,23 @@ SIGNS = r"""
 # are a part of what is said. 18\text{ million} is not 18, and an increase no decrease.
 NAMES = {
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
-    "FUNCTION": "sqrt|a?r?c?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|pi|max|min|gcd|lcm",
+    "FUNCTION": (
+        "sqrt|a?r?c?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|pi|max|min|gcd|lcm"
+    ),
     "NOUNIT": (
         r"one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|"
         r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
         r"\w+illions?|dozens?|score|lakhs?|crores?|grand|[kKMB]|half|halves|thirds?|"
         r"quarters?|\w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|"
         r"sand|lion)ths?|or|not|but|then|plus|minus|times|divided|over|point|squared|"
-        r"cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|[ap]\.? ?m|"
+        r"cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|[ap]m|"
         r"even|odd|more|less|fewer|increased?|decreased?|gain|loss|profit|north|south|"
         r"east|west|above|below"
     ),
 }
 
-# Under each case, which is also one of tests/test_reward.py: a pattern and what takes
-# the place of all that it finds. They are applied from the first to the last.
+# Under its cases, which tests/test_reward.py has too: a pattern, which may take two
+# lines, and what takes the place of all that it finds. The first is applied first.
 TABLE = r"""
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
@@ -47,7 +49,8 @@ TABLE = r"""
 # 1,2,...,n
 \.{3,}|\\[lc]?dots\b -> \\ldots~
 # 1{,}234, 10,\!000, 1\,234, 1 234, 1'234
-(?<=\d)\s*(?:\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\[!,]|\{\})|\\[, ]|['~ ])(?:\\!|\s)*(?=\d{3}(?!\d)) ->
+(?<=\d)\s*(?:\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\[!,]|\{\})|\\[, ]|['~ ])
+(?:\\!|\s)*(?=\d{3}(?!\d)) ->
 # {-}5, 4{:}30
 \{([-:+=])\} -> \1
 # 15\,\text{cm}, x=3,\; x=5
@@ -55,9 +58,11 @@ TABLE = r"""
 # \$18, 18€, \[18\], \(18\), **18**
 \\?\$|[€£¥¢]|\\(?:euro|pounds|cent|mathdollar)(?![a-z])|\\[][()]|✓|\*\* -> ~
 # \left(, \Big[, \displaystyle, \boxed{5}, \textcolor{red}{18}
-\\(?:left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|f?boxe?d?|bf|(?:text)?color\{\w*\})(?![a-zA-Z]) ->
+\\(?:left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|f?boxe?d?|bf|
+(?:text)?color\{\w*\})(?![a-zA-Z]) ->
 # \mathrm{cm}, \mbox{cm}, \textbf{6}, {\rm cm}, \rm{cm}
-\\(?:text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|boldsymbol|underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
+\\(?:text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|boldsymbol|
+underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 # \dfrac{1}{2}, \tbinom{4}{2}, {3 \over 4}, {4 \choose 2}
 \\(?:[dtc]|nice)(frac|binom) -> \\\1
 \{([^{}]*)\\over\b([^{}]*)\} -> \\frac{\1}{\2}
@@ -67,32 +72,43 @@ TABLE = r"""
 ^\\text\{~*\}|\\text\{~*\}~*(?=\\text|$) ->
 # \text{gcd}(4,6), sqrt(3), pi/2
 \\text\{(FUNCTION)\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?![a-zA-Z]) -> \\\1\2~
+# 12^{\text{th}}, 8^{th}, 12th
+(?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # Sunday, 18 dollars, 64 square feet
-(?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*(?=\w*[aeiouy])[a-zA-Z]{4,}(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
+(?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*(?=\w*[aeiouy])[a-zA-Z]{4,}(?:[~'-][a-zA-Z]+)*)
+(?![^{}]*\}) -> \\text{\1}
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b ->
 # 5\text{ or }6, 2 and 3, 2 \& 3
-,?~*(?:\\text\{~*,?~*(?:and|or)~*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|\\&) -> ,~
+,?~*(?:\\text\{~*,?~*(?:and|or)~*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|\\&)~* -> ,~
 ,(?:~*,)+ -> ,
+# _4C_2, ^4C_2, C(4,2)
+(?<![\w}])[_^]\{?(\d+)\}?~*C_\{?(\d+)\}?|
+(?<![\w\\])C\((\d+),~*(\d+)\) -> \\binom{\1\3}{\2\4}
 # "5", 72,
 ^(?:[~*`"_#:]|=>?)+|[~*`"_.,;:\\]+$ ->
 # f(x)=x\text{ for all }x, x=k\pi, k\in\mathbb{Z}
-[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|,~*[a-z]~*\\in~*\\mathbb).* ->
+[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|
+,~*[a-z]~*\\in~*\\mathbb).* ->
 # \text{Answer}: 5, the answer is 5, USD 18
-^\\text\{(?![^{}]*\bno)[^{}]*\b(?:[aA]nswer|[tT]otal|[oO]nly|[tT]herefore|is)\b[^{}]*\}[~:=,]* ->
+^\\text\{(?![^{}]*\bno)[^{}]*\b(?:[aA]nswer|[tT]otal|[oO]nly|[tT]herefore|is)\b
+[^{}]*\}[~:=,]* ->
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
 # \textbf{(E)}\ 5, C. x = 42
 ^\\text\{~*\(([A-Z])\)~*\}.*|^([A-Z])[.:]~.* -> \1\2
-# 12^{\text{th}}, 8^{th}, 12th
-(?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # 90^\circ, 25^{\circ}\mathrm{C}; but \sin 10^\circ is another number
 \^~*\{?~*\\(?:circ|degree)~*\}?|\\degree -> °
 \\text\{~*°~*[CF]?~*\}|°~*(?:\\text\{~*[CF]~*\}|[CF]\b) ->
 (\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?[~({]*)([\d.]+)~*° -> \1{(\2\\pi/180)}
 °(?!~*\d) ->
+# 5:30\text{ p.m.}, 5:30 p.m.
+~*(?:\\text\{~*)?(?<!\\)\b([ap])\.~?m\b\.?~*\}? -> \\text{\1m}
 # 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
-(?<=[a-zA-Z\d)}!\]|])~*(?:[(/]?~*\\text\{(?![^{}]*\b(?:NOUNIT)\b)(?:~*[mgshLlAVWJNC]|[^{}\d]*[a-zA-Z][^{}\d]*[a-zA-Z.)])~*\}\)?(?:\^\{?-?\d\}?)?~*)+(?=,|$) ->
-(?<=\d)~*(?:[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD)(?:~*\^\{?\d\}?)?(?=,|$) ->
+(?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*\\text\{(?![^{}]*\b(?:NOUNIT)\b)
+(?:~*[mgshLlAVWJNC]|[^{}\d]*[a-zA-Z][^{}\d]*[a-zA-Z.)])~*\}\)?
+(?:\^\{?-?\d\}?)?~*)+(?=,|$) ->
+(?:(?<=\d)|(?<=\\pi))~*(?:[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD)
+(?:~*\^\{?\d\}?)?(?=,|$) ->
 # x_{\text{max}}, x_\text{max}, m_{\max}, L_{\odot}, x_1
 _~*\{~*(?:\\text\{~*(\w+)~*\}|\\([a-zA-Z]+))~*\} -> _{\1\2}
 _~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+)) -> _{\1\2}
@@ -129,26 +145,28 @@ _~*(\w) -> _{\1}
 (\d*\.\d)\\overline\{(\d)\} -> (\1+\\frac{\2}{90})
 # names that latex2sympy takes for something else: I_1, e_1, f', A^T, \pi(2)
 (?<![\\a-zA-Z{])([eE](?=_)|I)(?![a-z]) -> \\mathit{\1}
+(?<=[a-zA-Z])'' -> _{twoprimes}
 (?<=[a-zA-Z])' -> _{prime}
 \^~*\{?(?:T\b|\\top\b)\}? -> ^{1T}
 \\pi~*\( -> \\pi\\cdot(
 # 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
-(?<![\w.}])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
+(?<![\w.}^])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
 # +5, {5}, 5\text{ cm},
 ^\+|[~.,;:\\]+$ ->
 ^\{([^{}]*)\}$ -> \1
+~~+ -> ~
 # x + 1 is x+1, but 1 2 is not 12, and 32, 349 not 32,349
-(?<![a-zA-Z\d,])~|~(?![a-zA-Z\d]) ->
+(?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
 """
 
 
 def rewrites() -> list[tuple[re.Pattern, str]]:
     """The patterns of TABLE and what takes their place."""
-    table = TABLE
+    table = re.sub(r"(?m)^#.*\n", "", TABLE)
     for name, pattern in NAMES.items():
         table = table.replace(name, pattern)
-    rows = [row.split(" ->") for row in table.splitlines() if " ->" in row]
-    return [(re.compile(pattern), place.strip()) for pattern, place in rows]
+    rows = re.findall(r"(?s)(.+?) ->(.*?)\n", table)
+    return [(re.compile(row.replace("\n", "")), place.strip()) for row, place in rows]
 
 
 REWRITES = rewrites()
@@ -162,4 +180,5 @@ def latex_of(text: str) -> str:
     text = text.translate(TRANSLATION)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text.strip("~ "))
-    return re.sub(r"\\text\{[^{}]*", lambda found: found[0].lower(), text).replace("~", " ")
+    text = re.sub(r"\\text\{[^{}]*", lambda words: words[0].lower(), text)
+    return text.replace("~", " ")
