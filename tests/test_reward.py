@@ -213,7 +213,7 @@ ANOTHER_FORMULA = [
     (r"5:30\text{ a.m.}", r"5:30\text{ p.m.}"),
     (r"6\text{ red}, 5\text{ blue}", r"6\text{ red}, 9\text{ blue}"),
     (r"x_\text{max}", r"x_\text{min}"),
-    # refused: math_verify would add the numbers
+    # a number beside a number is none, and factors are no summands
     ("3", "1 2"),
     ("12", r"1\,2"),
     ("1.25", "2 3/4"),
@@ -453,7 +453,7 @@ HOSTILE = [
     r"\boxed{__import__('os').system('touch pwned')}",
     "\\boxed{5}\n[true]\n\\boxed{6}",
 ]
-# Right answers that take math_verify longer than others do.
+# Right answers that take sympy longer than others do.
 HONEST = [
     (r"\frac{n(n+1)(2n+1)}{6}", r"\frac{2n^3+3n^2+n}{6}"),
     ("a^3+b^3+c^3-3abc", "(a+b+c)(a^2+b^2+c^2-ab-bc-ca)"),
@@ -496,7 +496,7 @@ def test_an_honest_pair_stays_far_below_the_limit():
 
 
 def test_a_verdict_does_not_depend_on_which_is_the_gold_answer(rewards):
-    golds, answers, expected = zip(*MATH[::3], strict=True)
+    golds, answers, expected = zip(*MATH[::5], strict=True)
     pairs = zip(golds, answers, expected, strict=True)
     swapped = [pair for pair in pairs if pair[1] and len(pair[0]) < 300]
     golds, answers, expected = zip(*swapped, strict=True)
@@ -505,7 +505,7 @@ def test_a_verdict_does_not_depend_on_which_is_the_gold_answer(rewards):
 
 def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
     tower = ("5", "98^{97^{96}}")
-    asked = [*rewards, tower]
+    asked = [*[*rewards][::3], tower]
     random.Random(0).shuffle(asked)
 
     def rewards_of(pairs):
@@ -515,7 +515,7 @@ def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
 
     expected = [rewards.get(pair, 0.0) for pair in asked]
     assert rewards_of(asked * 2) == expected * 2
-    for pair in [*asked[::30], tower]:
+    for pair in [*asked[::20], tower]:
         assert rewards_of([pair]) == [rewards.get(pair, 0.0)]
 
 
@@ -590,7 +590,7 @@ def test_no_process_is_left_when_the_trainer_is_killed():
         time.sleep(0.1)
 
 
-def test_scoring_loads_neither_torch_nor_math_verify():
+def test_scoring_loads_neither_torch_nor_sympy():
     code = (
         "import sys, reward\n"
         "assert reward.score(['\\\\boxed{5+0}'], ['5']) == [1.0]\n"
