@@ -24,24 +24,40 @@ from support.latex import latex_of
 # --- 1. Where the final answer is
 
 # A brace that is not escaped, with the \boxed in front of it if there is one.
-BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)[{}]")
+BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
+# <think>, </think>, <|begin_of_thought|>, [THINK], ◁/think▷, </seed:think>
+THOUGHT = re.compile(
+    r"[<\[◁]\|?(?P<end>/|end_of_|end_)?(?:[a-z]+[_:]|begin_of_)?"
+    r"(?:think(?:ing)?|thoughts?|reasoning)\|?[>\]▷]",
+    re.IGNORECASE,
+)
+# <|im_end|>, <｜end▁of▁sentence｜>, </s>: where a response is decoded with them.
+SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn)>")
+
+
+def last_thought_tag(text: str) -> re.Match | None:
+    """The last tag that begins or ends a thought; its group "end" tells which."""
+    *_, last = [None, *THOUGHT.finditer(text)]
+    return last
 
 
 def without_thoughts(response: str) -> str:
     """What follows the thoughts of a model that thinks first, which end with </think>.
 
-    Where <think> has not ended, nothing is an answer yet.
+    Where a thought has not ended, nothing is an answer yet. Special tokens say nothing.
     """
-    text = response.rpartition("</think>")[2]
-    return "" if "<think>" in text else text
+    tag = last_thought_tag(response)
+    if tag and not tag["end"]:
+        return ""
+    return SPECIAL_TOKEN.sub("", response[tag.end() :] if tag else response)
 
 
 def final_answer(text: str) -> str:
     r"""The last \boxed{...}, or else the line behind the last ####, or else ""."""
     if box := last_box(text):
         return box
-    _, marker, behind = text.rpartition("####")
-    return behind.strip().split("\n")[0] if marker else ""
+    _, marker, rest = text.rpartition("####")
+    return rest.strip().split("\n")[0] if marker else ""
 
 
 def last_box(text: str) -> str:
@@ -87,7 +103,9 @@ def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
     verdicts = []
     for response, gold in zip(responses, golds, strict=True):
         answer = final_answer(without_thoughts(response))
-        number = number_of(latex_of(answer))
+        # x = 18, (18), \{18\}
+        latex = re.sub(r"^[a-zA-Z\\{}_ ]*=|[][(){}\\#]", "", latex_of(answer))
+        number = number_of(latex)
         verdicts.append(number is not None and number == number_of(latex_of(gold)))
     return verdicts
 

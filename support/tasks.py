@@ -19,14 +19,13 @@ from unicodedata import normalize
 from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
-from reward import VERIFIERS, final_answer, score
+from reward import VERIFIERS, final_answer, last_thought_tag, score
 from support.command import Refused, Stopped, one_line
+from support.latex import MAX_LENGTH
 
 ROOT = Path(__file__).resolve().parents[1]
 # The first of these columns that a row has is read.
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
-# At the end of a prompt, where a chat template opens the thoughts itself.
-OPENED = re.compile(r"[<\[][^/\s<\[]*think[^\s<\[]*\s*\Z", re.IGNORECASE)
 
 
 @dataclass(config={"extra": "forbid"})
@@ -51,6 +50,7 @@ class Row(NamedTuple):
     answer: str
     solution: str  # a worked one, with the answer in a box
     number: int  # its line in a file, or its place in a hub dataset
+    columns: list[str]  # all that it has
 
 
 AIME24 = "HuggingFaceH4/aime_2024 train"
@@ -143,6 +143,7 @@ def load_rows(source: Path | str) -> list[Row]:
             answer=texts.get("answer", ""),
             solution=texts.get("solution", ""),
             number=number,
+            columns=list(fields),
         )
         rows.append(row)
     return rows
@@ -225,24 +226,31 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     # What another verifier can read, it alone knows.
     rewards = score(responses, golds, verifier) if verifier in VERIFIERS else golds
     problems = []
-    unreadable = []
+    bad = []
     for row, gold, reward in zip(rows, golds, rewards, strict=True):
         if row.problem and reward:
             problems.append({"prompt": row.problem, "answer": gold})
+            continue
+        if not row.problem or not gold:
+            reason = "no answer" if row.problem else "no problem"
+        elif len(gold) > MAX_LENGTH:
+            reason = f"an answer of over {MAX_LENGTH} characters"
         else:
-            unreadable.append(row)
+            reason = f"{gold!r} is no answer that {verifier!r} can read"
+        bad.append(f"row {row.number}: {reason}")
     if not rows:
         raise Refused(f"{source} has no rows")
-    if unreadable:
+    if bad:
+        more = "; ..." if len(bad) > 5 else ""
         note = (
-            f"{len(unreadable)} of the {len(rows)} rows of {source} have no problem "
-            f"with an answer that {verifier!r} can read; the first is row "
-            f"{unreadable[0].number}"
+            f"{len(bad)} of the {len(rows)} rows of {source} cannot be used "
+            f"({'; '.join(bad[:5])}{more})"
         )
         if isinstance(source, Path) or not problems:
             raise Refused(
-                f"{note}: correct or remove them (its columns are prompt, problem or "
-                "question, and answer or solution)"
+                f"{note}: correct or remove them (its columns are "
+                f"{', '.join(rows[0].columns)}; read are prompt, problem or question, "
+                "and answer or solution)"
             )
         say_once(f"{note}: left out")
     return problems
@@ -325,12 +333,15 @@ def load_split(
                 "does by a max_prompt_tokens above 0, eval.py by --drop_long)"
             )
         say_once(f"{note}, and are left out")
-    opened = OPENED.search(tokenizer.decode(prompts[0]))
+    # A chat template may open the thoughts itself, at the end of every prompt.
+    prompt = tokenizer.decode(prompts[0]).rstrip()
+    tag = last_thought_tag(prompt)
+    is_open = tag and not tag["end"] and tag.end() == len(prompt)
     return Split(
         [problems[number] for number in kept],
         [prompts[number] for number in kept],
         task.verifier,
-        opened[0] if opened else "",
+        opened=tag[0] if is_open else "",
     )
 
 

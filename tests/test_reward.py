@@ -86,6 +86,98 @@ SAME_FORMULA = [
     ("12_3, 21_3", "21_3, 12_3"),
     ("A", r"\text{A}"),
     (r"\text{(C)}", "C"),
+    (r"\text{(E)}", r"\textbf{(E)}\ 5"),
+    ("C", "C. x = 42"),
+    ("odd", r"\text{Odd.}"),
+    ("No", r"\text{no}"),
+    ("64", "64 square feet"),
+    # tiny numbers
+    (r"\frac{1}{2004!}", r"\frac{2005}{2005!}"),
+    (r"\frac{2^{2009}-1}{2^{2009}}", "1-2^{-2009}"),
+    # e-notation
+    ("3e8", r"3 \times 10^8"),
+    ("4.5e33", r"4.5 \times 10^{33}\text{ m/s}"),
+    ("1e-8", "10^{-8}"),
+    ("6e23", "6×10²³"),
+    # spellings beside LaTeX
+    ("-5", "−5"),
+    ("120", "120°"),
+    (r"2\sqrt{53}", "2√53"),
+    (r"12\pi", "12π cm"),
+    (r"x^{-3}", "x⁻³"),
+    ("3.5", "3½"),
+    ("18", "１８"),
+    ("18", "18\u200b"),
+    (r"\frac{\pi}{2}", "pi/2"),
+    (r"(-\infty,2)\cup(3,\infty)", "(−∞,2) ∪ (3,+∞)"),
+    ("1234", r"1,\!234"),
+    ("1234", "1 234"),
+    ("-5", "{-}5"),
+    # decoration
+    ("18", r"\textcolor{red}{18}"),
+    ("18", r"\(\text{18}\)"),
+    ("18", r"{\bf 18}"),
+    ("18", "**18**,"),
+    ("18", "+18"),
+    ("18", "The answer is 18"),
+    ("18", "USD 18"),
+    ("18", "18 percent"),
+    (r"\Big[\frac{5}{12},\frac{2}{3}\Big]", r"[\tfrac{5}{12},\tfrac23]"),
+    # arguments without braces
+    (r"\frac{\pi}{4}", r"\frac\pi4"),
+    (r"\frac{1+a}{c}", r"\frac{1+a}c"),
+    (r"\frac12", r"\frac 1 2"),
+    (r"\frac12", r"{1 \over 2}"),
+    ("6", r"\binom 4 2"),
+    ("6", r"{4 \choose 2}"),
+    ("6", "_4C_2"),
+    (r"\sqrt[3]{2}", r"\sqrt[3]2"),
+    (r"\sqrt{x}", r"x^\frac12"),
+    (r"2\times10^{-10}", "2*10^(-10)"),
+    # products and functions
+    ("6", "2(3)"),
+    ("6", r"\left(2\right)\left(3\right)"),
+    ("1.5", r"1+\log_4(2)"),
+    (r"\log_2(3)", r"\frac{\ln 3}{\ln 2}"),
+    (r"2\pi", r"\pi(2)"),
+    ("f_1(2)", "f_{1}(2)"),
+    (r"\sin 10^\circ", r"\cos 80^\circ"),
+    (r"\frac16", r"0.1\overline{6}"),
+    # names
+    ("E_1+e_1", "e_{1}+E_{1}"),
+    (r"I_{\max}", r"I_\text{max}"),
+    (r"L_{\odot}", r"L_\odot"),
+    ("v^2_0", "v_0^2"),
+    (r"1-\frac{1}{e}", r"1-\frac{1}{\mathrm{e}}"),
+    (r"\frac12-\frac{\sqrt3}{2}i", r"e^{-i\pi/3}"),
+    ("5", "f^{-1}(3) = 5"),
+    ("3", "x = 1+2 = 3"),
+    # ordinals and units
+    ("12", r"12^{\mathrm{th}}\text{ grade}"),
+    ("15", r"15 \, \text{cm}^2"),
+    ("15", r"15\ \text{km}/\text{h}"),
+    ("15", r"15\textnormal{ m/s}^{2}"),
+    ("15", "15 (apples)"),
+    ("15", "15cm"),
+    ("25", r"25^{\circ}\mathrm{C}"),
+    (r"5:30\text{ p.m.}", "5{:}30 p.m."),
+    # relations, and what they leave open
+    (r"x \in [-2,7]", r"-2 \le x \le 7"),
+    ("x>2", r"\{x \mid x>2\}"),
+    (r"(-\infty,-1)\cup(3,\infty)", r"x<-1 \text{ or } x>3"),
+    (r"x \ne 0", r"\mathbb{R}\setminus\{0\}"),
+    (r"\text{all real numbers}", r"(-\infty,\infty)"),
+    (r"\emptyset", r"\varnothing"),
+    ("x^2+y^2=25", "2x^2+2y^2-50=0"),
+    ("a<b<c", "c>b>a"),
+    ("f(x)=x", r"f(x)=x \text{ for all } x"),
+    # lists and pairs
+    ("1,1,2", "1,2,1"),
+    (r"x = \pm 1", "-1, 1"),
+    (r"\frac{1\pm\sqrt5}{2}", r"\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}"),
+    ("(x,y)=(3,2)", "(3,2)"),
+    ("x=1,2", r"x_1=1, x_2=2"),
+    (r"1,2,\ldots,n", r"1, 2, ..., n"),
 ]
 ANOTHER_FORMULA = [
     ("18", "-18"),
@@ -121,7 +213,7 @@ ANOTHER_FORMULA = [
     (r"5:30\text{ a.m.}", r"5:30\text{ p.m.}"),
     (r"6\text{ red}, 5\text{ blue}", r"6\text{ red}, 9\text{ blue}"),
     (r"x_\text{max}", r"x_\text{min}"),
-    # refused: math_verify would add the numbers
+    # a number beside a number is none, and factors are no summands
     ("3", "1 2"),
     ("12", r"1\,2"),
     ("1.25", "2 3/4"),
@@ -136,6 +228,61 @@ ANOTHER_FORMULA = [
     # words
     ("A", "B"),
     (r"\text{Sunday}", r"\text{Monday}"),
+    # nothing is chopped, and e is a number
+    (r"\frac{1}{2004!}", r"\frac{7}{2004!}"),
+    (r"\frac{2^{2009}-1}{2^{2009}}", r"\frac{5}{2^{2010}}"),
+    ("e^{-500}", "e^{-501}"),
+    (r"\pi+10^{-300}", r"\pi"),
+    (r"\ln(1+10^{-200})", "0"),
+    ("3e8", r"8 \cdot 3e"),
+    # products, and what is no number
+    ("3", "1{2}"),
+    ("5", "(2)3"),
+    ("5", "2[3]"),
+    ("5", "{2}(3)"),
+    ("5", r"2\frac{6}{2}"),
+    ("5", "[5]"),
+    ("0.3", "0.3..."),
+    ("1,2", r"1,2,\ldots"),
+    ("3", r"3 \pmod 5"),
+    ("3", r"x \equiv 3"),
+    ("60", r"60^\circ 42'"),
+    (r"\sin 10", r"\sin 10^\circ"),
+    ("360", r"0^\circ \text{ and } 360^\circ"),
+    ("32349", "32, 349"),
+    ("2:3:4", r"\frac16"),
+    # a list tells how often a part is there, and is no pair
+    ("1,1,2", "1,2,2"),
+    ("-2,-2", "-2"),
+    ("1,3", "(1,3)"),
+    (r"\{1,3\}", "[1,3]"),
+    # names
+    ("f'(x)", "f(x)"),
+    ("A''", "A'"),
+    ("I_1", "I_2"),
+    (r"I_{\max}", r"I_{\min}"),
+    ("I^2R", "-R"),
+    ("x", "x^T"),
+    ("ABC", "CAB"),
+    ("|x|", "x"),
+    # equations and inequalities
+    ("18", "x^2=18"),
+    ("18", "xy=18"),
+    ("18", "17=18"),
+    ("x=18", "y=18"),
+    ("y=2x+1", "1"),
+    ("x^2+y^2+1=0", "x^2+y^2+2=0"),
+    (r"-2\le x\le7", "(-2,7)"),
+    ("x+y<3", "-x-y<-3"),
+    # words that are no unit
+    ("18", "18\nmillion"),
+    ("18", r"18\text{ millions}"),
+    ("18", r"18\text{ twelfths}"),
+    ("18", r"18\text{ million}\text{ dollars}"),
+    ("18", r"18\text{ but not really}"),
+    ("18", r"18\text{ times two}"),
+    ("18", r"18\text{ k}"),
+    ("18", "18 or nineteen"),
     # no answer
     ("18", ""),
     ("18", "?"),
@@ -152,6 +299,11 @@ FOUND = [
     r"\{ so \boxed{5}",
     r"<think>\boxed{3}</think> \boxed{5}",
     r"<think>#### 3</think> #### 5",
+    r"[THINK]\boxed{3}[/THINK] \boxed{5}",
+    r"<|begin_of_thought|>\boxed{3}<|end_of_thought|> \boxed{5}",
+    r"So it is \boxed{5 \\}",
+    "#### 5<|im_end|>",
+    r"\boxed{5</s>}<｜end▁of▁sentence｜>",
     "2+3=5\n#### 5\n",
     "#### 3\nNo:\n#### 5\nThat is all.",
     "x" * 300_000 + r"\boxed{5}",
@@ -168,6 +320,8 @@ NOT_FOUND = [
     r"<think>\boxed{5}</think> So it is 5.",
     r"\boxed{5}</think> So it is 5.",  # the template has written <think>
     r"<think>It may be \boxed{5}",
+    r"◁think▷It may be \boxed{5}",
+    r"</seed:think> <seed:think>It may be \boxed{5}",
     r"\boxed{" + "0" * 300 + "5}",
 ]
 
@@ -182,13 +336,18 @@ SAME_NUMBER = [
     ("1800", "#### $1,800.00"),
     ("-3", "#### -3"),
     ("0.1", "#### .1"),
+    ("18", r"\boxed{\{18\}}"),
+    ("18", "#### **$18.00**"),
+    ("18", "#### (18) miles per hour,"),
+    ("84", r"\boxed{x=84}"),
+    ("84", "#### ８４"),
 ]
 ANOTHER_NUMBER = [
     ("84", "#### 84.00000000001"),
     ("84", r"\boxed{168/2}"),
-    ("84", r"\boxed{x=84}"),
     ("84", "#### 84+1"),
-    ("84", "#### ８４"),
+    ("84", "#### >= 84"),
+    ("84", "#### Case 1: x = 84"),
     ("3600", "#### 3,6,00"),
     ("9007199254740993", "#### 9007199254740992"),
     ("18", "#### 18 million"),
@@ -202,6 +361,7 @@ ANOTHER_NUMBER = [
 SAME_WORD = [
     ("1283", "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283"),
     ("1283", "1283\n"),
+    ("1283", "1283<|im_end|>\n"),
     ("1283", "<think>1284</think> 1283"),
 ]
 ANOTHER_WORD = [
@@ -287,12 +447,13 @@ HOSTILE = [
     "\\" * 1_000_000,
     "\\boxed" + " " * 1_000_000,
     "\\boxed{x" + " " * 90_000 + "y}",
+    "\\boxed{1" + "\\text{ab cd}" * 24 + "(}",
     "\\boxed{5\0}\0\0",
     "\\boxed{\ud800}",
     r"\boxed{__import__('os').system('touch pwned')}",
     "\\boxed{5}\n[true]\n\\boxed{6}",
 ]
-# Right answers that take math_verify longer than others do.
+# Right answers that take sympy longer than others do.
 HONEST = [
     (r"\frac{n(n+1)(2n+1)}{6}", r"\frac{2n^3+3n^2+n}{6}"),
     ("a^3+b^3+c^3-3abc", "(a+b+c)(a^2+b^2+c^2-ab-bc-ca)"),
@@ -328,14 +489,23 @@ def test_k_hostile_answers_cost_k_times_the_limit_of_cpu_time():
 
 def test_an_honest_pair_stays_far_below_the_limit():
     start = children_cpu_seconds()
-    assert judge.equal_formulas(HONEST) == [True] * len(HONEST)
+    golds, answers = zip(*HONEST, strict=True)
+    assert score(list(map(boxed, answers)), golds) == [1.0] * len(HONEST)
     # All of them and the start of the judge use less than a single pair may.
     assert children_cpu_seconds() - start < judge.LIMIT + 2
 
 
+def test_a_verdict_does_not_depend_on_which_is_the_gold_answer(rewards):
+    golds, answers, expected = zip(*MATH[::5], strict=True)
+    pairs = zip(golds, answers, expected, strict=True)
+    swapped = [pair for pair in pairs if pair[1] and len(pair[0]) < 300]
+    golds, answers, expected = zip(*swapped, strict=True)
+    assert score([boxed(gold) for gold in golds], answers) == list(expected)
+
+
 def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
     tower = ("5", "98^{97^{96}}")
-    asked = [*rewards, tower]
+    asked = [*[*rewards][::3], tower]
     random.Random(0).shuffle(asked)
 
     def rewards_of(pairs):
@@ -345,7 +515,7 @@ def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
 
     expected = [rewards.get(pair, 0.0) for pair in asked]
     assert rewards_of(asked * 2) == expected * 2
-    for pair in [*asked[::30], tower]:
+    for pair in [*asked[::20], tower]:
         assert rewards_of([pair]) == [rewards.get(pair, 0.0)]
 
 
@@ -373,7 +543,7 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
         ),
         # MemoryError, or in Python 3.13 OSError: Cannot allocate memory.
         ("judge.MEMORY = 2**20", "emory"),
-        ("judge.KNOWN = [('5', '6', True)]", "math_verify finds 5 == 6 to be False"),
+        ("judge.KNOWN = [('5', '6', True)]", "sympy finds 5 == 6 to be False"),
     ],
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):
@@ -421,7 +591,7 @@ def test_no_process_is_left_when_the_trainer_is_killed():
         time.sleep(0.1)
 
 
-def test_scoring_loads_neither_torch_nor_math_verify():
+def test_scoring_loads_neither_torch_nor_sympy():
     code = (
         "import sys, reward\n"
         "assert reward.score(['\\\\boxed{5+0}'], ['5']) == [1.0]\n"
@@ -562,15 +732,22 @@ BAD_FILES = [
     ("\xff\n", "line 1 is no JSON object.* 'utf-8' codec"),
     ('{"prompt": "\\ud83d"}', "line 1 is no JSON object.* surrogates not allowed"),
     # Blank lines count, so that the number is that of an editor.
-    (GOOD_LINE + '\n\n{"prompt": "1+1", "answer": NaN}\n', "1 of the 2 .* row 4"),
+    (
+        GOOD_LINE + '\n\n{"prompt": "1+1", "answer": NaN}\n',
+        "1 of the 2 .*row 4: no answer",
+    ),
     ('{"prompt": "1+1", "answer": -Infinity}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": true}\n', "1 of the 1 rows"),
-    (GOOD_LINE + '{"prompt": "1+1"}\n', "1 of the 2 .* 'math' can read.* row 2"),
+    (GOOD_LINE + '{"prompt": "1+1"}\n', "1 of the 2 .*row 2: no answer"),
     ('{"answer": "2"}\n', "1 of the 1 rows"),
     ('{"prompt": [{"role": "user"}], "answer": "2"}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": ["2"]}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": "}{"}\n', "1 of the 1 rows"),
-    ('{"prompt": "1+1", "answer": "1 2"}\n', "1 of the 1 rows"),
+    (
+        '{"answer": "2"}\n' + f'{{"prompt": "1+1", "answer": "{"2" * 301}"}}\n' * 5,
+        "6 of the 6 .*row 1: no problem; row 2: an answer of over 300 char.*row 5: .*; "
+        r"\.\.\.\).*its columns are answer; read are prompt, problem or question",
+    ),
     ('{"prompt": "1+1", "solution": "It is 2."}\n', "1 of the 1 rows"),
 ]
 

@@ -1,0 +1,145 @@
+r"""What a formula in LaTeX says, and whether two of them say the same.
+
+latex2sympy reads a formula. What it misreads is mended in Reader, where the mistake
+arises. The comparison is not math_verify's, which takes lists for sets, cuts what is
+below 1e-100 to 0 and gives another verdict when gold and answer are swapped.
+
+Comparing may never end, so support/judge.py does it in processes that it can kill.
+"""
+
+import functools
+import itertools
+import operator
+import re
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
+from sympy.core.evalf import PrecisionExhausted
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+
+# What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, the
+# base of a numeral, a ratio of three, and [5], which is no 5. These are equal to their
+# own text alone.
+UNREADABLE = re.compile(r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$")
+MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
+DIGITS = 1000  # to which numbers that are not rational have to be equal
+
+
+class Reader(_Latex2Sympy):
+    """latex2sympy, but for two of its readings."""
+
+    def parse_number(self, text: str) -> sympy.Rational:
+        """0.25 is 25/100 and nothing near it."""
+        return sympy.Rational(text)
+
+    def convert_postfix_list(self, factors: list[Any], _: int = 0) -> Any:
+        r"""What stands side by side is multiplied. Only 2\frac{3}{4} is a sum.
+
+        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}.
+        """
+        texts = [factor.getText() for factor in factors]
+        values = [self.convert_postfix(factor) for factor in factors]
+        if MIXED_NUMBER.fullmatch("".join(texts)) and values[1] < 1:
+            return sum(values)
+        for left, right in itertools.pairwise(texts):
+            if re.search(r"\d\}*$", left) and re.match(r"\{*[\d.]", right):
+                raise ValueError("a number beside a number")
+        return functools.reduce(operator.mul, values)
+
+
+def formula_of(latex: str) -> Any:
+    """What a formula says, as parts_of has it; an Exception for what says nothing."""
+    if UNREADABLE.search(latex):
+        raise ValueError("it has no one meaning")
+    if re.fullmatch(r"[^,;=]*\\pm[^,;=]*", latex) and latex.count(r"\pm") == 1:
+        return [formula_of(latex.replace(r"\pm", sign)) for sign in "+-"]
+    latex = re.sub(r"(?<=\d)[eE]([-+]?\d+)(?!\w)", r"\\cdot10^{\1}", latex)  # 3e8
+    # R and r are two variables, and variables are real.
+    reader = Reader(is_real=True, config=ConversionConfig(lowercase_symbols=False))
+    return parts_of(reader.parse(latex))
+
+
+def parts_of(said: Any) -> Any:
+    """A list of parts without order, a tuple of those with one, or a term or equation.
+
+    A list tells how often a part is there. (1,2) is a pair and an open interval in one;
+    [1,2) has two parts more, for its ends. A union is the list of its intervals. An
+    inequality in one variable is the set of what the variable may be.
+    """
+    if isinstance(said, (sympy.Union, sympy.Complement, sympy.Intersection)):
+        said = said.doit()
+    elif isinstance(said, sympy.Eq):
+        return said
+    elif isinstance(said, (Relational, sympy.And)) and len(said.free_symbols) == 1:
+        said = said.doit().as_set()
+    if isinstance(said, sympy.Interval):
+        ends = said.left_open, said.right_open
+        return (said.start, said.end, *(ends if ends != (True, True) else ()))
+    if isinstance(said, sympy.MatrixBase):
+        return tuple(map(tuple, said.tolist()))
+    if isinstance(said, sympy.Tuple):
+        return tuple(map(parts_of, said))
+    if isinstance(said, (sympy.FiniteSet, sympy.Union, sympy.And)):
+        parts = [parts_of(part) for part in getattr(said, "_unsorted_args", said.args)]
+        return parts[0] if len(parts) == 1 else parts
+    return said
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two formulas, as formula_of has them, say the same."""
+    if isinstance(a, sympy.Eq) != isinstance(b, sympy.Eq):
+        a, b = value_of(a), value_of(b)
+    if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
+        return all(map(same, a, b)) if isinstance(a, tuple) else same_parts(a, b)
+    if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
+        return a == b or is_zero(a - b)
+    if isinstance(a, Relational) and isinstance(b, Relational):
+        return same_relation(a, b)
+    return a == b
+
+
+def same_parts(a: list, b: list) -> bool:
+    """Whether two lists of one length have the same parts in any order."""
+    rest = list(b)
+    for part in a:
+        found = [index for index, other in enumerate(rest) if same(part, other)]
+        if not found:
+            return False
+        del rest[found[0]]
+    return True
+
+
+def value_of(said: Any) -> Any:
+    r"""18 for x = 18, AB = 18, f(3) = 18 or 9+9 = 18; else what was said."""
+    if not isinstance(said, sympy.Eq):
+        return said
+    left, right = said.args
+    is_name = re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w\(.*\)", str(left))  # or f^{-1}(3)
+    if left.is_Symbol or isinstance(left, AppliedUndef) or is_name:
+        return right
+    if right.is_Symbol:
+        return left
+    return right if not left.free_symbols and same(left, right) else said
+
+
+def same_relation(a: Relational, b: Relational) -> bool:
+    """Whether two equations or inequalities differ by a factor: x < y, -2x > -2y."""
+    a, b = (said.reversed if ">" in said.rel_op else said for said in (a, b))
+    factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+    right_sign = factor.is_nonzero if isinstance(a, sympy.Eq) else factor.is_positive
+    return bool(a.func is b.func and a.free_symbols and factor.is_number and right_sign)
+
+
+def is_zero(term: sympy.Expr) -> bool:
+    """Whether a term is 0. A number is, if it is to as many DIGITS as its summands."""
+    term = term.subs(sympy.Symbol("i", real=True), sympy.I).doit()
+    if term.free_symbols:
+        term = sympy.simplify(term)
+    if term.is_Rational:
+        return term == 0
+    try:
+        return term.evalf(DIGITS, maxn=DIGITS, strict=True) == 0
+    except PrecisionExhausted:
+        return True
