@@ -86,11 +86,10 @@ class Runner:
     def start(self) -> None:
         known = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         runner = str(HERE / "runner.py")
+        # -I leaves out the packages in a user's home, which foreign code cannot read.
+        words = [runner, "--trust"] if self.trusted else ["-I", runner]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                *([runner, "--trust"] if self.trusted else ["-I", runner]),
-            ],
+            [sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=known | NO_GPU | ONE_THREAD,

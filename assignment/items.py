@@ -198,13 +198,19 @@ def known_mistake(item: Item, cases: list[Case], found: list[list[Tensor]]) -> s
                 of_mistake = [right_of(item, each, mistake) for _, each in cases]
             except RuntimeError:  # A mistake may end in an error.
                 continue
-            differences = [
-                first_difference(item, of_case, wrong, 1e-4)
-                for of_case, wrong in zip(found, of_mistake, strict=True)
-            ]
-            if not any(differences):
+            pairs = zip(found, of_mistake, strict=True)
+            if all(is_of_mistake(item, *pair) for pair in pairs):
                 return f". That is {mistake.said}"
     return ""
+
+
+def is_of_mistake(item: Item, found: list[Tensor], wrong: list[Tensor]) -> bool:
+    """Whether a mistake gives what was found. Rounding decides where NaN is."""
+    have_nan, has_nan = [
+        [bool(each.isnan().any()) for each in tensors] for tensors in (found, wrong)
+    ]
+    is_same = not first_difference(item, found, wrong, 1e-4)
+    return is_same or (any(have_nan) and have_nan == has_nan)
 
 
 # Part 1: e_B

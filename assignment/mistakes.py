@@ -127,8 +127,13 @@ MISTAKES = [
     Mistake(
         "loss.py",
         "1.6",
-        "reward.std(dim=-1, keepdim=True)",
-        "reward.std()",
+        "reward = reward - reward[..., :1]\n"
+        "    advantage = reward - reward.mean(dim=-1, keepdim=True)\n"
+        "    if scale:\n"
+        "        advantage = advantage / (reward.std(dim=-1, keepdim=True)",
+        "advantage = reward - reward.mean(dim=-1, keepdim=True)\n"
+        "    if scale:\n"
+        "        advantage = advantage / (reward.std()",
         "with the deviation of the whole batch, not of each group",
     ),
     Mistake(
@@ -227,7 +232,7 @@ MISTAKES = [
         "2.3",
         ".clamp(min=REST_FLOOR)",
         "",
-        "is nan",
+        "the logarithm of a rest below 0",
     ),
     Mistake(
         "loss.py",

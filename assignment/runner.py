@@ -30,7 +30,7 @@ import scipy.stats  # noqa: F401
 import torch
 
 HERE = Path(__file__).resolve().parent
-# What grade.py says in place of points if it cannot be enclosed.
+# The exit status of a process that could not be enclosed.
 NOT_ENCLOSED = 77
 
 

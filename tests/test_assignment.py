@@ -9,6 +9,8 @@ import csv
 import json
 import mmap
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,10 +27,12 @@ from conftest import ROOT
 from assignment import grade, sandbox
 from assignment import runner as runner_module
 from assignment.grade import SOLUTION, Runner
-from assignment.items import ITEMS, Draw
+from assignment.gradescope import run as gradescope
+from assignment.items import ITEMS, Draw, Item
 from assignment.mistakes import MISTAKES, Mistake, functions_of, source_of
 from assignment.results import wrong_results
 from assignment.starter.toy import Part, Policy, random_ranks, run_ranks
+from assignment.variant import make_variant
 from loss import effective_sample_size, kl_divergence, p3o, ratio_sums
 
 STARTER = ROOT / "assignment/starter"
@@ -492,6 +496,54 @@ def test_one_item_is_graded_and_what_it_prints_is_shown(
     said = capsys.readouterr().out
     assert "printed |  [2Jlog rho: tensor(" in said
     assert said.endswith("points: 0 of 4\n")
+
+
+def test_gradescope_gets_all_items_even_if_the_grader_dies(
+    tmp_path: Path, runner: Runner, monkeypatch
+) -> None:
+    shutil.copy(SOLUTION / "experiment.py", tmp_path)
+    monkeypatch.setattr(gradescope, "SUBMISSION", tmp_path)
+    monkeypatch.setattr(gradescope, "RESULTS", tmp_path / "out.json")
+    monkeypatch.setattr(grade, "WALL_SECONDS", 60)
+    monkeypatch.setattr(grade, "has_to_become_nobody", lambda: False)
+    monkeypatch.setattr(grade, "start_runner", lambda *_: nullcontext(runner))
+    right = grade.grade_item
+
+    def dies_at_the_last(runner: Runner, item: Item, *arguments: Any) -> grade.Result:
+        if item is grade.FORM:
+            raise KeyboardInterrupt
+        return right(runner, item, *arguments)
+
+    monkeypatch.setattr(grade, "grade_item", dies_at_the_last)
+    with pytest.raises(KeyboardInterrupt):
+        gradescope.main()
+    tests = json.loads((tmp_path / "out.json").read_text())["tests"]
+    assert [test["number"] for test in tests] == [*ITEM, "4.2"]
+    assert sum(test["max_score"] for test in tests) == 85
+    assert [test["score"] for test in tests[-2:]] == [2, 0]
+    assert tests[-1]["output"] == "not graded: not reached"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed, lost",
+    [
+        (4, {"1.3", "1.7", "1.8", "1.9"}),  # e_B
+        (6, {"2.5", "2.7", "2.9"}),  # the weight of the KL
+        (7, {"2.4", "2.7"}),  # the cap
+    ],
+)
+def test_the_public_solution_loses_the_part_that_a_variant_changes(
+    tmp_path: Path, seed: int, lost: set[str]
+) -> None:
+    variant, public = tmp_path / "variant", tmp_path / "public"
+    make_variant(seed, variant)
+    public.mkdir()
+    grade.copy_submission(SOLUTION, public)
+    for folder, of_folder in ((variant / "assignment/solution", set()), (public, lost)):
+        command = [sys.executable, variant / "assignment/grade.py", folder, "--trust"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert set(re.findall(r"(?m)^  (\S+)  0 of", said.stdout)) == of_folder
 
 
 def test_trusted_code_runs_in_this_process_on_any_system(
