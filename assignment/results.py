@@ -10,9 +10,8 @@ from assignment.solution.experiment import paired_interval
 from loss import LOSSES
 
 # All that the grader takes from the trainer's side.
-from support.checkpoints import MAY_DIFFER
 from support.command import Refused, parse_flags
-from train import Config
+from support.config import MAY_DIFFER, Config
 
 Sentence = Annotated[str, Field(min_length=40)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]

@@ -27,19 +27,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from support.command import Refused, Stopped
+from support.config import MAY_DIFFER
 from support.machine import bfloat16_is_slow
 
 SECONDS_UNSEEN = 60  # so long NFS may hide a new folder from another node
 KEPT = 2  # checkpoints of a run, the newest
-# Fields that a resumed run may change, as they do not change what it learns. With a lag
-# `steps` does: a run samples nothing that its last step will not use.
-MAY_DIFFER = {
-    *("out_dir", "eval_every", "save_every", "resume", "verbose", "environment"),
-    # These set the memory, of which a run may have had too little. They change nothing
-    # but rounding.
-    *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),
-    *("kv_cache_gb", "max_num_seqs"),
-}
 
 
 def checkpoints(out: Path) -> list[Path]:

@@ -22,6 +22,16 @@ from support.command import (
 )
 from support.machine import default_dtype, default_rollout_dtype
 
+# Fields that a resumed run may change, as they do not change what it learns. With a lag
+# `steps` does: a run samples nothing that its last step will not use.
+MAY_DIFFER = {
+    *("out_dir", "eval_every", "save_every", "resume", "verbose", "environment"),
+    # These set the memory, of which a run may have had too little. They change nothing
+    # but rounding.
+    *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),
+    *("kv_cache_gb", "max_num_seqs"),
+}
+
 
 class Config(Flags):
     """A run. Rounding makes its data off-policy, and so do these fields: temperature
