@@ -118,7 +118,7 @@ def value_of(said: Any) -> Any:
     left, right = said.args
     is_name = re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w\(.*\)", str(left))  # or f^{-1}(3)
     if left.is_Symbol or isinstance(left, AppliedUndef) or is_name:
-        return right
+        return parts_of(right)
     if right.is_Symbol:
         return left
     return right if not left.free_symbols and same(left, right) else said

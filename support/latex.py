@@ -26,14 +26,14 @@ NAMES = {
         "sqrt|a?r?c?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|pi|max|min|gcd|lcm"
     ),
     "NOUNIT": (
-        r"negative|couple|tens|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|"
+        r"one|two|three|four|five|six|seven|eight|nine|tens?|eleven|twelve|\w+teen|"
         r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
         r"\w+illions?|dozens?|score|lakhs?|crores?|grand|[kKMB]|half|halves|thirds?|"
         r"quarters?|\w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|"
         r"sand|lion)ths?|or|not|but|then|plus|minus|times|divided|over|point|squared|"
         r"cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|[ap]m|"
         r"even|odd|more|less|fewer|increased?|decreased?|gain|loss|profit|north|south|"
-        r"east|west|above|below"
+        r"east|west|above|below|negative|couple"
     ),
 }
 
@@ -138,7 +138,7 @@ _~*(\w) -> _{\1}
 # \{x | x > 2\}, x \in (1,2), (x,y) = (1,2), x = 1, 2, x = 1+2 = 3
 \\\{~*[a-z]~*(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
 ^[a-zA-Z]~*\\in\b|
-^\((?:a,b(?:,c(?:,d)?)?|x,y(?:,z(?:,w)?)?|m,n|p,q(?:,r)?|h,k|u,v|s,t|r,s|A,B(?:,C)?)\)= ->
+^\((?:a,b(?:,c(?:,d)?)?|x,y(?:,z)?|m,n|p,q(?:,r)?|h,k|u,v|s,t|r,s|A,B(?:,C)?)\)= ->
 ^[a-zA-Z]~*=(?=[^=]*(?:,|\\pm)[^=]*$) ->
 ^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))([^=,;<>]*=)[^,;<>]*= -> \1
 # 0.\overline{3}, 0.\overline{12}, 0.\overline{142857}, 0.1\overline{6}
