@@ -15,7 +15,6 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
-from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
@@ -24,7 +23,8 @@ from sympy.core.relational import Relational
 # own text alone.
 UNREADABLE = re.compile(r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
-DIGITS = 1000  # to which numbers that are not rational have to be equal
+NOT_FINITE = sympy.oo, sympy.zoo, sympy.nan
+DIGITS = 1000  # with which numbers that are not rational are compared
 
 
 class Reader(_Latex2Sympy):
@@ -41,8 +41,8 @@ class Reader(_Latex2Sympy):
         """
         texts = [factor.getText() for factor in factors]
         values = [self.convert_postfix(factor) for factor in factors]
-        if MIXED_NUMBER.fullmatch("".join(texts)) and values[1] < 1:
-            return sum(values)
+        if MIXED_NUMBER.fullmatch("".join(texts[:2])) and values[1] < 1:
+            values[:2] = [sum(values[:2])]
         for left, right in itertools.pairwise(texts):
             if re.search(r"\d\}*$", left) and re.match(r"\{*[\d.]", right):
                 raise ValueError("a number beside a number")
@@ -118,7 +118,7 @@ def value_of(said: Any) -> Any:
     left, right = said.args
     is_name = re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w\(.*\)", str(left))  # or f^{-1}(3)
     if left.is_Symbol or isinstance(left, AppliedUndef) or is_name:
-        return right
+        return parts_of(right)
     if right.is_Symbol:
         return left
     return right if not left.free_symbols and same(left, right) else said
@@ -133,13 +133,11 @@ def same_relation(a: Relational, b: Relational) -> bool:
 
 
 def is_zero(term: sympy.Expr) -> bool:
-    """Whether a term is 0. A number is, if it is to as many DIGITS as its summands."""
+    """Whether a term is 0. A number is, if it is small beside the terms of its sum."""
     term = term.subs(sympy.Symbol("i", real=True), sympy.I).doit()
     if term.free_symbols:
         term = sympy.simplify(term)
-    if term.is_Rational:
+    if term.is_Rational or not term.is_number or term.has(*NOT_FINITE):
         return term == 0
-    try:
-        return term.evalf(DIGITS, maxn=DIGITS, strict=True) == 0
-    except PrecisionExhausted:
-        return True
+    scale = max(abs(part.evalf(DIGITS)) for part in sympy.Add.make_args(term))
+    return bool(abs(term.evalf(DIGITS, maxn=DIGITS)) < scale / 10 ** (DIGITS - 100))

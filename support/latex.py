@@ -26,14 +26,14 @@ NAMES = {
         "sqrt|a?r?c?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|pi|max|min|gcd|lcm"
     ),
     "NOUNIT": (
-        r"one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|"
+        r"one|two|three|four|five|six|seven|eight|nine|tens?|eleven|twelve|\w+teen|"
         r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
         r"\w+illions?|dozens?|score|lakhs?|crores?|grand|[kKMB]|half|halves|thirds?|"
         r"quarters?|\w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|"
         r"sand|lion)ths?|or|not|but|then|plus|minus|times|divided|over|point|squared|"
         r"cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|[ap]m|"
         r"even|odd|more|less|fewer|increased?|decreased?|gain|loss|profit|north|south|"
-        r"east|west|above|below"
+        r"east|west|above|below|negative|couple"
     ),
 }
 
@@ -78,7 +78,7 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 (?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*(?=\w*[aeiouy])[a-zA-Z]{4,}(?:[~'-][a-zA-Z]+)*)
 (?![^{}]*\}) -> \\text{\1}
 # 28%, 28 percent
-\\?%|\\text\{~*percent~*\}|\bpct\b ->
+\\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3
 ,?~*(?:\\text\{~*,?~*(?:and|or)~*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|\\&)~* -> ,~
 ,(?:~*,)+ -> ,
@@ -89,13 +89,13 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 ^(?:[~*`"_#:]|=>?)+|[~*`"_.,;:\\]+$ ->
 # f(x)=x\text{ for all }x, x=k\pi, k\in\mathbb{Z}
 [,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|
-,~*[a-z]~*\\in~*\\mathbb).* ->
+,~*[a-z]~*\\in~*\\mathbb)[^,]* ->
 # \text{Answer}: 5, the answer is 5, USD 18
-^\\text\{(?![^{}]*\bno)[^{}]*\b(?:[aA]nswer|[tT]otal|[oO]nly|[tT]herefore|is)\b
-[^{}]*\}[~:=,]* ->
+^\\text\{(?![^{}]*\bno)[^{}]*\b(?:[aA]nswer|[tT]otal|[oO]nly|[tT]herefore|is)[~:=,]*\}
+[~:=,]* ->
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
 # \textbf{(E)}\ 5, C. x = 42
-^\\text\{~*\(([A-Z])\)~*\}.*|^([A-Z])[.:]~.* -> \1\2
+^\\text\{~*\(([A-Z])\)~*\}(?!.*\([A-Z]\)).*|^([A-Z])[.:]~(?!.*\b[A-Z]\b).* -> \1\2
 # 90^\circ, 25^{\circ}\mathrm{C}; but \sin 10^\circ is another number
 \^~*\{?~*\\(?:circ|degree)~*\}?|\\degree -> °
 \\text\{~*°~*[CF]?~*\}|°~*(?:\\text\{~*[CF]~*\}|[CF]\b) ->
@@ -132,9 +132,13 @@ _~*(\w) -> _{\1}
 (\\sqrt|\^)~*\(([^()]*)\) -> \1{\2}
 # x^\frac12
 \^~*(\\frac(?:GROUP){2}) -> ^{\1}
+~~+ -> ~
+# x + 1 is x+1, but 1 2 is not 12, and 32, 349 not 32,349
+(?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
 # \{x | x > 2\}, x \in (1,2), (x,y) = (1,2), x = 1, 2, x = 1+2 = 3
 \\\{~*[a-z]~*(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
-^[a-zA-Z]~*\\in\b|^\([a-zA-Z](?:~*,~*[a-zA-Z])+\)~*= ->
+^[a-zA-Z]~*\\in\b|
+^\((?:a,b(?:,c(?:,d)?)?|x,y(?:,z)?|m,n|p,q(?:,r)?|h,k|u,v|s,t|r,s|A,B(?:,C)?)\)= ->
 ^[a-zA-Z]~*=(?=[^=]*(?:,|\\pm)[^=]*$) ->
 ^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))([^=,;<>]*=)[^,;<>]*= -> \1
 # 0.\overline{3}, 0.\overline{12}, 0.\overline{142857}, 0.1\overline{6}
@@ -154,9 +158,6 @@ _~*(\w) -> _{\1}
 # +5, {5}, 5\text{ cm},
 ^\+|[~.,;:\\]+$ ->
 ^\{([^{}]*)\}$ -> \1
-~~+ -> ~
-# x + 1 is x+1, but 1 2 is not 12, and 32, 349 not 32,349
-(?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
 """
 
 
