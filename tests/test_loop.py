@@ -527,6 +527,20 @@ def test_longer_prompts_are_dropped_only_if_a_limit_is_given():
     assert max(map(len, kept.prompts)) == 9
 
 
+@pytest.mark.parametrize(
+    "fields, tokens",
+    [({}, 100), ({"micro_batch_tokens": 9}, 9), ({"gradient_checkpointing": 1}, 16384)],
+)
+def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(
+    fields, tokens, monkeypatch
+):
+    # Each layer of tiny keeps 2 * 12 * 128 + 4 * (2 * 8 * 32 + 4 * 384) bytes a token.
+    monkeypatch.setattr(train, "ACTIVATIONS", 100 * 3 * 11_264)
+    cfg = Config(**fields)
+    load_data(cfg)
+    assert cfg.micro_batch_tokens == tokens
+
+
 def test_as_many_problems_are_held_out_as_the_run_says():
     _, _, heldout, _ = load_data(Config(eval_problems=31))
     assert len(heldout.prompts) == 31
