@@ -106,6 +106,7 @@ def task_of(name_or_path: str) -> Task:
     try:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
         task = Task(train, heldout, **fields)
+        (task.instruction or "").encode()  # as read_jsonl does
         if task.verifier not in VERIFIERS:
             pkgutil.resolve_name(task.verifier)
     except Exception as error:  # the user's module may raise any

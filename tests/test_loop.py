@@ -467,9 +467,12 @@ def test_a_run_leaves_the_files_that_it_promises(run):
         assert row["peak_memory_gb"] > 0
 
 
-def test_eval_takes_a_runs_folder_for_its_model(run):
+def test_eval_and_train_take_a_runs_folder_for_their_model(run):
     model, _ = load_benchmarks(EvalConfig(model=str(run.out)))
     assert model == str(run.out / "model")
+    # train.py has found the model when it looks at its heads.
+    refused = refusal_of(train, f"--model={run.out}", "--rollout_tp=3")
+    assert refused.startswith("rollout_tp is 3: ")
 
 
 def test_a_sample_has_the_whole_prompt_that_was_sent_and_its_responses_reward(run):
