@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k,math \\
         --max_response_tokens 4096 --kv_cache_gb 8
 
-pass@k is the probability that at least one of k samples is right. From n >= k samples,
-c of them right, it is estimated without bias by 1 - C(n - c, k) / C(n, k) (arXiv
-2107.03374, equation 1). The script writes out_dir/{results.json, samples.jsonl}. In
-float32, the default on a CPU, the counts are the same on any number of ranks; a
-bfloat16 engine rounds differently in batches of another size, which flips single
-tokens.
+pass@k is the probability that at least one of k samples is right (of reward 1). From
+n >= k samples, c of them right, it is estimated without bias by 1 - C(n - c, k) /
+C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{results.json,
+samples.jsonl}. In float32, the default on a CPU, the counts are the same on any number
+of ranks; a bfloat16 engine rounds differently in batches of another size, which flips
+single tokens.
 """
 
 import json

@@ -167,12 +167,14 @@ def stored_weights(model: str) -> dict[str, Any]:
 
     A hub's files are downloaded. Raises Refused where one is not there, or not whole.
     """
+    maybe = {"_raise_exceptions_for_missing_entries": False}
     weights = {}
     try:
         names = [SAFE_WEIGHTS_NAME]
-        if not cached_file(model, *names, _raise_exceptions_for_missing_entries=False):
-            index = Path(cached_file(model, SAFE_WEIGHTS_INDEX_NAME))
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **maybe)
+        if index and not cached_file(model, SAFE_WEIGHTS_NAME, **maybe):
+            shards = json.loads(Path(index).read_bytes())["weight_map"].values()
+            names = sorted(set(shards))
         for name in names:
             file = safe_open(cached_file(model, name), "pt")
             weights |= {key: file.get_slice(key) for key in file.keys()}

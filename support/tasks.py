@@ -106,6 +106,7 @@ def task_of(name_or_path: str) -> Task:
     try:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
         task = Task(train, heldout, **fields)
+        (task.instruction or "").encode()  # as read_jsonl does
         if task.verifier not in VERIFIERS:
             pkgutil.resolve_name(task.verifier)
     except Exception as error:  # the user's module may raise any
@@ -350,13 +351,14 @@ def check_characters(
 ) -> None:
     """Raises Refused where a prompt or a gold answer has what the model cannot write.
 
-    Blanks, and which of its forms Unicode has for a character, do not matter.
+    Blanks and invisible signs do not matter, nor which form a character has.
     """
     texts = [text for problem in problems for text in problem.values()]
     for character in dict.fromkeys("".join([instruction or "", *texts])):
         token_ids = tokenizer.encode(character, add_special_tokens=False)
         written = normalize("NFKC", tokenizer.decode(token_ids))
-        if normalize("NFKC", character).strip() not in written:
+        is_lost = normalize("NFKC", character).strip() not in written
+        if is_lost and character.isprintable():
             raise Refused(
                 f"the model's tokenizer cannot write {character!r} of the task (the "
                 "embedded policy knows digits and a few signs): give another --model"

@@ -467,9 +467,12 @@ def test_a_run_leaves_the_files_that_it_promises(run):
         assert row["peak_memory_gb"] > 0
 
 
-def test_eval_takes_a_runs_folder_for_its_model(run):
+def test_eval_and_train_take_a_runs_folder_for_their_model(run):
     model, _ = load_benchmarks(EvalConfig(model=str(run.out)))
     assert model == str(run.out / "model")
+    # train.py has found the model when it looks at its heads.
+    refused = refusal_of(train, f"--model={run.out}", "--rollout_tp=3")
+    assert refused.startswith("rollout_tp is 3: ")
 
 
 def test_a_sample_has_the_whole_prompt_that_was_sent_and_its_responses_reward(run):
@@ -525,6 +528,20 @@ def test_longer_prompts_are_dropped_only_if_a_limit_is_given():
     _, kept, _, _ = load_data(Config(max_prompt_tokens=9))
     assert len(kept.prompts) == 4096 - 2041
     assert max(map(len, kept.prompts)) == 9
+
+
+@pytest.mark.parametrize(
+    "fields, tokens",
+    [({}, 100), ({"micro_batch_tokens": 9}, 9), ({"gradient_checkpointing": 1}, 16384)],
+)
+def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(
+    fields, tokens, monkeypatch
+):
+    # Each layer of tiny keeps 2 * 12 * 128 + 4 * (2 * 8 * 32 + 4 * 384) bytes a token.
+    monkeypatch.setattr(train, "ACTIVATIONS", 100 * 3 * 11_264)
+    cfg = Config(**fields)
+    load_data(cfg)
+    assert cfg.micro_batch_tokens == tokens
 
 
 def test_as_many_problems_are_held_out_as_the_run_says():

@@ -701,6 +701,7 @@ def test_task_json_says_how_the_jsonl_beside_it_is_compared_and_asked(tmp_path):
         ('{"verifier": "exakt"}', "No module named 'exakt'"),
         ('{"verifier": "test_reward:none"}', "no attribute 'none'"),
         ('{"instruction": 7}', "valid string"),
+        ('{"instruction": "\\ud83d"}', "surrogates not allowed"),
         ('{"verifier": ', "Expecting value"),
         ("[1]", "mapping"),
     ],
