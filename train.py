@@ -10,6 +10,7 @@ after step 7, and weights "0" are the initial ones. A collective is a function t
 ranks have to call together.
 """
 
+import copy
 import math
 import os
 import pkgutil
@@ -270,9 +271,10 @@ def find_objective(
     """
     try:
         objective = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
-        # On stand-ins for the four tensors, and at e_B = 1.
+        # Try a copy on stand-ins, as some objectives keep what they have seen.
         tensors = (torch.zeros(1, 2) for _ in range(4))
-        objective(*tensors, 1.0, **hyper_parameters)[torch.ones(1, 2) > 0].sum()
+        loss = copy.deepcopy(objective)(*tensors, 1.0, **hyper_parameters)  # [1, 2]
+        loss[torch.ones(1, 2).bool()].sum()
     except Exception as error:  # a module of the user's may raise any
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "

@@ -330,6 +330,13 @@ def test_recent_ess_is_the_mean_over_the_last_updates() -> None:
         assert_same_outcome(outcome, expected("p3o", batch, level))
 
 
+def test_an_objective_is_tried_before_the_run_without_its_noticing() -> None:
+    from train import find_objective
+
+    find_objective("experiments.ablations:recent_ess", {"updates": 3.0})
+    assert ablations.recent_ess.of_updates == []
+
+
 def test_yoked_ess_takes_another_runs_e_b_update_by_update(tmp_path: Path) -> None:
     path = tmp_path / "ess.json"
     path.write_text(json.dumps([0.9, 0.4]))
