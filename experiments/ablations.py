@@ -184,11 +184,11 @@ class RecentEss:
         kl: Tensor,
         e_b: float,
         *,
-        updates: int = 16,
+        updates: float = 16,
     ) -> Tensor:
         if [e_b] != self.of_updates[-1:]:
             self.of_updates.append(e_b)
-        level = mean(self.of_updates[-updates:])
+        level = mean(self.of_updates[-int(updates) :])
         return p3o(logp, logp_behavior, advantage, kl, level)
 
 
