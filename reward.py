@@ -103,7 +103,7 @@ def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
     verdicts = []
     for response, gold in zip(responses, golds, strict=True):
         answer = final_answer(without_thoughts(response))
-        # x = 18, (180), \{18\}
+        # x = 18, \{18\}, [18]
         around = r"^(?:[a-zA-Z\\{}_ ]*=)?[][(){}\\#]*|[][(){}\\]+$"
         latex = re.sub(around, "", latex_of(answer))
         number = number_of(latex)

@@ -77,6 +77,8 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 # Sunday, 18 dollars, 64 square feet
 (?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*(?=\w*[aeiouy])[a-zA-Z]{4,}(?:[~'-][a-zA-Z]+)*)
 (?![^{}]*\}) -> \\text{\1}
+# {15\text{ cm}^2}
+^\{((?:[^{}]|GROUP)*)\}$ -> \1
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3
@@ -97,7 +99,7 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 # \textbf{(E)}\ 5, C. x = 42
 ^\\text\{~*\(([A-Z])\)~*\}(?!.*\([A-Z]\)).*|^([A-Z])[.:]~(?!.*\b[A-Z]\b).* -> \1\2
 # 90^\circ, 25^{\circ}\mathrm{C}; but \sin 10^\circ is another number
-\^~*\{?~*\\(?:circ|degree)~*\}?|\\degree -> °
+\^~*(?:\{~*\\(?:circ|degree)~*\}|\\(?:circ|degree)(?![a-z]))|\\degree -> °
 \\text\{~*°~*[CF]?~*\}|°~*(?:\\text\{~*[CF]~*\}|[CF]\b) ->
 (\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?[~({]*)([\d.]+)~*° -> \1{(\2\\pi/180)}
 °(?!~*\d) ->
@@ -106,9 +108,9 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 # 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
 (?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*\\text\{(?![^{}]*\b(?:NOUNIT)\b)
 (?:~*[mgshLlAVWJNC]|[^{}\d]*[a-zA-Z][^{}\d]*[a-zA-Z.)])~*\}\)?
-(?:\^\{?-?\d\}?)?~*)+(?=,|$) ->
+(?:\^(?:\{-?\d\}|\d))?~*)+(?=,|$) ->
 (?:(?<=\d)|(?<=\\pi))~*(?:[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD)
-(?:~*\^\{?\d\}?)?(?=,|$) ->
+(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
 # x_{\text{max}}, x_\text{max}, m_{\max}, L_{\odot}, x_1
 _~*\{~*(?:\\text\{~*(\w+)~*\}|\\([a-zA-Z]+))~*\} -> _{\1\2}
 _~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+)) -> _{\1\2}
@@ -151,7 +153,7 @@ _~*(\w) -> _{\1}
 (?<![\\a-zA-Z{])([eE](?=_)|I)(?![a-z]) -> \\mathit{\1}
 (?<=[a-zA-Z])'' -> _{twoprimes}
 (?<=[a-zA-Z])' -> _{prime}
-\^~*\{?(?:T\b|\\top\b)\}? -> ^{1T}
+\^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
 \\pi~*\( -> \\pi\\cdot(
 # 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
 (?<![\w.}^])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
