@@ -88,7 +88,7 @@ def main() -> None:
     cfg = parse_flags(MeterConfig)
     _, _, heldout, max_model_len = train.load_data(cfg)
     prompts = heldout.prompts[: cfg.responses]
-    init_distributed()
+    device = torch.device(init_distributed().device_type)
     engine = Engine(
         *(cfg.model, max_model_len),
         quantization=cfg.rollout_quantization,
@@ -104,7 +104,6 @@ def main() -> None:
         top_p=cfg.top_p,
         top_k=cfg.top_k,
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rollouts = rollouts.select(torch.arange(len(rollouts.text)), device)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         cfg.model, dtype=torch.float32
