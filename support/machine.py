@@ -4,7 +4,6 @@ import ctypes
 import os
 import socket
 
-import psutil  # vLLM needs it too
 import torch
 import torch.distributed as dist
 
@@ -79,6 +78,8 @@ def choose_interface(master: str) -> None:
     and Ubuntu, and NCCL one of the interfaces that are up. Variables that the user has
     set are kept. Raises Refused where the other nodes could not reach this one.
     """
+    import psutil  # Only several nodes need it.
+
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     family, kind, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]

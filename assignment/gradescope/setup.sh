@@ -12,7 +12,7 @@ torch=$(grep '^torch==' requirements-cpu.txt)
     /opt/grader/bin/uv pip install --python /opt/grader/bin/python --torch-backend cpu \
         "${torch%+cpu}"
 }
-grep -E '^(scipy|pydantic|pydantic-settings|pyyaml|psutil)==' requirements-cpu.txt |
+grep -E '^(scipy|pydantic|pydantic-settings|pyyaml)==' requirements-cpu.txt |
     xargs /opt/grader/bin/pip install --no-cache-dir
 # Students' code runs as the user nobody, and must not read the reference.
 chmod 700 /autograder/source
