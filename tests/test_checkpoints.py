@@ -254,11 +254,12 @@ def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_mode
 
 def test_a_folder_in_which_another_run_is_at_work_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    code = "import sys, support.checkpoints as c, pathlib as p\n"
-    code += "c.take_folder(p.Path(sys.argv[1])); print(flush=True); input()"
-    command = [sys.executable, "-c", code, tmp_path]
+    # Another process has the lock until it ends.
+    code = "import fcntl; file = open('config.json', 'r+')\n"
+    code += "fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", code]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as other:
         other.stdout.readline()
         with pytest.raises(Refused, match="another run is at work there"):
             take_folder(tmp_path)

@@ -510,7 +510,7 @@ def test_a_verdict_does_not_depend_on_which_is_the_gold_answer(rewards):
 
 def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
     tower = ("5", "98^{97^{96}}")
-    asked = [*[*rewards][::3], tower]
+    asked = [*[*rewards][::15], tower]
     random.Random(0).shuffle(asked)
 
     def rewards_of(pairs):
@@ -520,7 +520,7 @@ def test_a_verdict_is_the_same_alone_and_in_any_batch(rewards):
 
     expected = [rewards.get(pair, 0.0) for pair in asked]
     assert rewards_of(asked * 2) == expected * 2
-    for pair in [*asked[::20], tower]:
+    for pair in [*asked[::9], tower]:
         assert rewards_of([pair]) == [rewards.get(pair, 0.0)]
 
 

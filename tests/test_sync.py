@@ -146,6 +146,7 @@ def test_a_run_whose_engine_keeps_its_weights_without_a_word_stops(
         if int(version) < lost_from:
             load_weights(engine, weights, version)
         else:
+            engine.asleep = False
             engine.llm.update_weight_version(version)
 
     with monkeypatch.context() as patch, pytest.raises(Stopped, match=sentence):
