@@ -132,7 +132,14 @@ def test_ranks_that_do_not_reduce_equally_often_are_told() -> None:
 # The matrix of mistakes
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.said)
+# Each takes a second or two. Every fourth one is in `make test`.
+SOME_SLOW = [
+    pytest.param(mistake, marks=[pytest.mark.slow] if index % 4 else [])
+    for index, mistake in enumerate(MISTAKES)
+]
+
+
+@pytest.mark.parametrize("mistake", SOME_SLOW, ids=lambda mistake: mistake.said)
 def test_a_mistake_loses_the_items_that_it_should_and_no_others(
     runner: Runner, tmp_path: Path, mistake: Mistake
 ) -> None:
