@@ -27,18 +27,22 @@ from support.latex import latex_of
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
 # <think>, </think>, <|begin_of_thought|>, [THINK], ◁/think▷, </seed:think>
 THOUGHT = re.compile(
-    r"[<\[◁]\|?(?P<end>/|end_of_|end_)?(?:[a-z]+[_:]|begin_of_)?"
-    r"(?:think(?:ing)?|thoughts?|reasoning)\|?[>\]▷]",
-    re.IGNORECASE,
+    r"(?i:[<◁]\|?(?:/|end_of_|end_)?(?:[a-z]+[_:]|begin_of_)?"
+    r"(?:think(?:ing)?|thoughts?|reasoning)\|?[>▷])|\[/?THINK\]"
 )
 # <|im_end|>, <｜end▁of▁sentence｜>, </s>: where a response is decoded with them.
 SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn)>")
 
 
 def last_thought_tag(text: str) -> re.Match | None:
-    """The last tag that begins or ends a thought; its group "end" tells which."""
+    """The last tag that begins or ends a thought."""
     *_, last = [None, *THOUGHT.finditer(text)]
     return last
+
+
+def ends_thought(tag: str) -> bool:
+    """Whether a tag of a thought is the one at its end."""
+    return "/" in tag or "end_" in tag.lower()
 
 
 def without_thoughts(response: str) -> str:
@@ -47,7 +51,7 @@ def without_thoughts(response: str) -> str:
     Where a thought has not ended, nothing is an answer yet. Special tokens say nothing.
     """
     tag = last_thought_tag(response)
-    if tag and not tag["end"]:
+    if tag and not ends_thought(tag[0]):
         return ""
     return SPECIAL_TOKEN.sub("", response[tag.end() :] if tag else response)
 

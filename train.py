@@ -271,7 +271,7 @@ def find_objective(
     """
     try:
         objective = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
-        # Try a copy on stand-ins, as some objectives keep what they have seen.
+        # Tried on stand-ins: a copy, if it is an object, which may keep what it saw.
         tensors = (torch.zeros(1, 2) for _ in range(4))
         loss = copy.deepcopy(objective)(*tensors, 1.0, **hyper_parameters)  # [1, 2]
         loss[torch.ones(1, 2).bool()].sum()
@@ -347,10 +347,8 @@ def finish_step(step: int, metrics: dict[str, Any], run: Run, cfg: Config) -> No
     """
     if step == cfg.steps:
         weights = full_weights(run.policy)
-        save_model(
-            *(run.policy.model, weights, run.tokenizer, run.out / "model"),
-            run.policy.stored_dtype,
-        )
+        folder, dtype = run.out / "model", run.policy.stored_dtype
+        save_model(run.policy.model, weights, run.tokenizer, folder, dtype)
     if step == 0 or is_due(cfg.eval_every, step, cfg):
         metrics = metrics | evaluate_policy(
             run.evaluator, run.policy, run.heldout, cfg, step

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from support.command import Refused, Stopped
-from support.config import MAY_DIFFER
+from support.config import MAY_DIFFER, Config
 from support.machine import bfloat16_is_slow
 
 SECONDS_UNSEEN = 60  # so long NFS may hide a new folder from another node
@@ -39,11 +39,8 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted((out / "checkpoints").glob("step-??????"))
 
 
-def check_out_dir(cfg: Any) -> None:
-    """Raises Refused where out_dir is taken, or --resume cannot go on there.
-
-    `cfg` is a train.Config.
-    """
+def check_out_dir(cfg: Config) -> None:
+    """Raises Refused where out_dir is taken, or --resume cannot go on there."""
     out = Path(cfg.out_dir)
     if not cfg.resume:
         if cfg.out_dir and out.exists():
@@ -64,8 +61,8 @@ def check_out_dir(cfg: Any) -> None:
             )
 
 
-def config_of(cfg: Any) -> dict[str, Any]:
-    """What config.json holds: the fields of a train.Config, the number of ranks, and
+def config_of(cfg: Config) -> dict[str, Any]:
+    """What config.json holds: the fields of a Config, the number of ranks, and
     the variables of vLLM, torch and OpenMP, which may change a run."""
     libraries = re.compile(
         "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
@@ -78,7 +75,7 @@ def config_of(cfg: Any) -> dict[str, Any]:
     }
 
 
-def make_out_dir(cfg: Any) -> Path:
+def make_out_dir(cfg: Config) -> Path:
     """Make the run's folder with config.json, unless --resume has it. A collective.
 
     Raises Refused, on all ranks, where a node does not see it.

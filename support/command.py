@@ -92,10 +92,10 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise Refused(
             f"--config {path} is no YAML file of fields: {one_line(error)}"
         ) from None
-    if "environment" in fields:
+    if "ranks" in fields:
         # A run's config.json is repeated, in a folder of its own.
         for name in ("environment", "ranks", "out_dir", "resume"):
-            del fields[name]
+            fields.pop(name, None)
     return {str(name): value for name, value in fields.items()}
 
 

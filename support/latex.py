@@ -5,6 +5,7 @@ of a right answer. A unit that is none may give it the reward of a wrong one, wh
 would find and repeat. So what is neither common nor clear is left as it is.
 """
 
+import functools
 import re
 
 MAX_LENGTH = 300  # characters of an answer
@@ -176,6 +177,7 @@ REWRITES = rewrites()
 TRANSLATION = str.maketrans(dict(zip(*[iter(SIGNS.split())] * 2, strict=True)))
 
 
+@functools.lru_cache(2**16)
 def latex_of(text: str) -> str:
     """An answer in the one spelling; "" for one that is too long."""
     if len(text) > MAX_LENGTH:

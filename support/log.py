@@ -177,7 +177,8 @@ class Log:
         for phase in PHASES:
             seconds = sum(row[f"{phase}_seconds"] for row in steps)
             print(f"seconds in {phase:13}{'':8}{seconds:8.1f}")
-        print(f"{'seconds in all':24}{'':8}{time.perf_counter() - self.start:8.1f}")
+        seconds = time.perf_counter() - self.start
+        print(f"{'seconds of this start':32}{seconds:8.1f}")
         if not any(row["groups_with_signal"] for row in steps):
             print(
                 "\nno group ever had a signal, so nothing was learned: the responses "

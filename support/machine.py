@@ -80,12 +80,13 @@ def choose_interface(master: str) -> None:
     """
     import psutil  # Only several nodes need it.
 
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         return
     family, kind, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    probe = socket.socket(family, kind)
-    probe.connect(address)  # This sends nothing. It chooses a route.
-    own = probe.getsockname()[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # This sends nothing. It chooses a route.
+        own = probe.getsockname()[0]
     # All ranks may be on one machine, as in a test. Then the user gives this address.
     if own in ("127.0.0.1", "::1") and master != own:
         raise Refused(

@@ -50,11 +50,11 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     if to_train:
         check_trainable(model, config)
     check_heads(model, text_config, tp)
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= text_config.vocab_size:
+    # Tokens that were added later may have no embedding, as those of images in Gemma 3.
+    if tokenizer.vocab_size > text_config.vocab_size:
         raise Refused(
-            f"{model}: its tokenizer has tokens up to {largest}, and the model only "
-            f"{text_config.vocab_size} embeddings: are both of the same model?"
+            f"{model}: its tokenizer has {tokenizer.vocab_size} tokens, and the model "
+            f"only {text_config.vocab_size} embeddings: are both of the same model?"
         )
     check_weights(model, config)
     return tokenizer, text_config
@@ -111,8 +111,14 @@ def check_heads(model: str, config: Any, tp: int) -> None:
         raise Refused(
             f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
         )
+    needed = ("num_attention_heads", "max_position_embeddings")
+    if not all(hasattr(config, name) for name in needed):
+        raise Refused(
+            f"{model} is of type {config.model_type}, whose config does not tell its "
+            "attention heads and context length: give a model of another type"
+        )
     heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", heads)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
     # A rank has several of the key heads, or several ranks have one.
     if heads % tp or max(key_heads, tp) % min(key_heads, tp):
         raise Refused(
@@ -135,7 +141,8 @@ def check_weights(model: str, config: Any) -> None:
     and of quantized models, the names may be others: their files only have to be whole.
     """
     stored = stored_weights(model)
-    if config.model_type not in TRAINABLE or hasattr(config, "quantization_config"):
+    is_quantized = getattr(config, "quantization_config", None)
+    if config.model_type not in TRAINABLE or is_quantized:
         return
     with torch.device("meta"):  # without memory for the weights
         built = AutoModelForCausalLM.from_config(config)
@@ -180,8 +187,9 @@ def stored_weights(model: str) -> dict[str, Any]:
             weights |= {key: file.get_slice(key) for key in file.keys()}
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise Refused(
-            f"{model}: its weights cannot be read: {one_line(error)}: get whole files "
-            "(git lfs pull, where they are pointers)"
+            f"{model}: its weights cannot be read: {one_line(error)}: give whole "
+            "safetensors (git lfs pull, where they are pointers; save_pretrained makes "
+            "them of .bin files)"
         ) from None
     return weights
 

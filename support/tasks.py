@@ -19,7 +19,13 @@ from unicodedata import normalize
 from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
-from reward import VERIFIERS, final_answer, last_thought_tag, score
+from reward import (
+    VERIFIERS,
+    ends_thought,
+    final_answer,
+    last_thought_tag,
+    score,
+)
 from support.command import Refused, Stopped, one_line
 from support.latex import MAX_LENGTH
 
@@ -280,9 +286,12 @@ class Split(NamedTuple):
 
 
 def score_checked(responses: list[str], golds: list[str], verifier: str) -> list[float]:
-    """reward.score. Raises Stopped where a verifier of the user's own fails."""
+    """reward.score. Raises Stopped where the judge or a user's own verifier fails."""
     if verifier in VERIFIERS:
-        return score(responses, golds, verifier)
+        try:
+            return score(responses, golds, verifier)
+        except RuntimeError as error:
+            raise Stopped(str(error)) from error
     try:
         rewards = score(responses, golds, verifier)
         if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
@@ -337,7 +346,7 @@ def load_split(
     # A chat template may open the thoughts itself, at the end of every prompt.
     prompt = tokenizer.decode(prompts[0]).rstrip()
     tag = last_thought_tag(prompt)
-    is_open = tag and not tag["end"] and tag.end() == len(prompt)
+    is_open = tag and not ends_thought(tag[0]) and tag.end() == len(prompt)
     return Split(
         [problems[number] for number in kept],
         [prompts[number] for number in kept],
