@@ -69,7 +69,7 @@ class Log:
         self.steps = steps
         self.done = done
         self.seconds: dict[str, float] = defaultdict(float)
-        self.start = self.start_of_step = time.perf_counter()
+        self.start = self.start_of_steps = self.start_of_step = time.perf_counter()
         if done > 0 and dist.get_rank() == 0:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps(out / name, done)
@@ -137,9 +137,12 @@ class Log:
             columns.append(f"e_B {metrics['ess']:.4f}")
             columns.append(f"KL {metrics['kl']:.1e}")
             columns.append(f"tokens {metrics['response_tokens']:.1f}")
-        if step > self.done:
+        if step == self.done:
+            self.start_of_steps = now
+        else:
             columns.append(f"{now - self.start_of_step:.1f} s")
-            left = (self.steps - step) * (now - self.start) / (step - self.done)
+            of_steps = (now - self.start_of_steps) / (step - self.done)
+            left = (self.steps - step) * of_steps
             columns.append(f"{duration(left)} left")
         if "heldout_greedy" in metrics:
             columns.append(f"held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,")

@@ -12,12 +12,13 @@ import pytest
 # Fixtures of the tests that are called here.
 from test_checkpoints import trained  # noqa: F401
 from test_loop import few, record, tiny  # noqa: F401
+from test_resume import finished  # noqa: F401
 from test_sync import embedded, long_engine, long_tiny  # noqa: F401
 from test_train import stale, trainee  # noqa: F401
 from test_wrong_losses import cases
 from wrong_loops import MISTAKES
 
-from support.command import Refused
+from support.command import Refused, Stopped
 
 # What a run says of a wrong loop by itself counts as well as what a test says of it.
 # RuntimeError is what autograd has to say where there is no gradient, and ValueError
@@ -26,6 +27,7 @@ REJECTIONS = (
     AssertionError,
     pytest.fail.Exception,
     Refused,
+    Stopped,
     FloatingPointError,
     RuntimeError,
     ValueError,
