@@ -39,6 +39,11 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted((out / "checkpoints").glob("step-??????"))
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def check_out_dir(cfg: Config) -> None:
     """Raises Refused where out_dir is taken, or --resume cannot go on there."""
     out = Path(cfg.out_dir)
@@ -49,7 +54,7 @@ def check_out_dir(cfg: Config) -> None:
     if not cfg.out_dir or not checkpoints(out):
         raise Refused(f"--resume: out_dir {cfg.out_dir!r} has no complete checkpoint")
     stored = json.loads((out / "config.json").read_text())
-    done = int(checkpoints(out)[-1].name.removeprefix("step-"))
+    done = step_of(checkpoints(out)[-1])
     if cfg.steps < done:
         raise Refused(f"--resume: {out} has made {done} steps; steps is {cfg.steps}")
     for name, value in config_of(cfg).items():
@@ -198,8 +203,7 @@ def load_checkpoint(
         model_state_dict=state["policy"],
         optim_state_dict=state["optimizer"],
     )
-    step = int(newest.name.removeprefix("step-"))
-    return step, of_rank["metrics"], of_rank["queue"]
+    return step_of(newest), of_rank["metrics"], of_rank["queue"]
 
 
 def last_line(error: BaseException) -> str:

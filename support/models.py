@@ -118,7 +118,7 @@ def check_heads(model: str, config: Any, tp: int) -> None:
             "attention heads and context length: give a model of another type"
         )
     heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    key_heads = key_heads_of(config)
     # A rank has several of the key heads, or several ranks have one.
     if heads % tp or max(key_heads, tp) % min(key_heads, tp):
         raise Refused(
@@ -200,11 +200,15 @@ def activation_bytes(config: Any, element: int) -> int:
     Each of two RMS norms keeps a float32 input, a normalized and a weighted output.
     Attention keeps q, k, v and its output, and the MLP four wide activations.
     """
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", heads)
+    heads = config.num_attention_heads + key_heads_of(config)
     norms = 2 * (4 + 2 * element) * config.hidden_size
-    wide = 2 * (heads + key_heads) * head_size(config) + 4 * config.intermediate_size
+    wide = 2 * heads * head_size(config) + 4 * config.intermediate_size
     return config.num_hidden_layers * (norms + element * wide)
+
+
+def key_heads_of(config: Any) -> int:
+    """The heads of keys and values: as many as of queries where none are named."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def head_size(config: Any) -> int:
