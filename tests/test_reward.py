@@ -539,21 +539,21 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     "fault, said",
     [
         (
-            "judge.equal = lambda gold, _: gold == '5' and os.kill(os.getpid(), 9)",
+            "judge.equal = lambda gold, _: gold == '4' or os.kill(os.getpid(), 9)",
             "exit code -9",
         ),
         (
-            "judge.equal = lambda gold, _: gold == '5' and os._exit(1)",
+            "judge.equal = lambda gold, _: gold == '4' or os._exit(1)",
             "exit code 1",
         ),
         # MemoryError, or in Python 3.13 OSError: Cannot allocate memory.
         ("judge.MEMORY = 2**20", "emory"),
-        ("judge.KNOWN = [('5', '6', True)]", "sympy finds 5 == 6 to be False"),
+        ("judge.EQUAL_PAIRS = [('5', '6')]", "sympy does not find 5 and 6"),
     ],
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):
     start = (
-        "import os, sys\nfrom support import judge\njudge.KNOWN = [('4', '6', False)]\n"
+        "import os, sys\nfrom support import judge\njudge.EQUAL_PAIRS = [('4', '4')]\n"
     )
     end = "\nsys.argv[1:] = [str(os.getppid())]\njudge.main()"
     done = subprocess.run(
