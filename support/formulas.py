@@ -18,10 +18,12 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-# What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, the
-# base of a numeral, a ratio of three, and [5], which is no 5. These are equal to their
-# own text alone.
-UNREADABLE = re.compile(r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$")
+# What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, a
+# transpose, the base of a numeral, a ratio of three, and [5], which is no 5. These are
+# equal to their own text alone.
+UNREADABLE = re.compile(
+    r"mod|equiv|phantom|dots|'|\^\{?(?:T|\\top)\b|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$"
+)
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
 NOT_FINITE = sympy.oo, sympy.zoo, sympy.nan
 DIGITS = 1000  # with which numbers that are not rational are compared
@@ -91,6 +93,8 @@ def same(a: Any, b: Any) -> bool:
     """Whether two formulas, as formula_of has them, say the same."""
     if isinstance(a, sympy.Eq) != isinstance(b, sympy.Eq):
         a, b = value_of(a), value_of(b)
+    elif isinstance(a, sympy.Eq) and a.lhs == b.lhs:
+        a, b = parts_of(a.rhs), parts_of(b.rhs)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         if isinstance(a, tuple) or not a:
             return all(map(same, a, b))
@@ -110,12 +114,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def value_of(said: Any) -> Any:
-    r"""18 for x = 18, AB = 18, f(3) = 18 or 9+9 = 18; else what was said."""
+    r"""18 for x = 18, AB = 18, f(3) = 18, 9+9 = 18; the pair for (x, y) = (1, 2)."""
     if not isinstance(said, sympy.Eq):
         return said
     left, right = said.args
     is_name = re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w\(.*\)", str(left))  # or f^{-1}(3)
-    if left.is_Symbol or isinstance(left, AppliedUndef) or is_name:
+    # Whoever writes (y, x) = (1, 2) does not mean the pair (1, 2).
+    is_pair = isinstance(left, sympy.Tuple) and list(left) == sorted(left, key=str)
+    if left.is_Symbol or isinstance(left, AppliedUndef) or is_name or is_pair:
         return parts_of(right)
     if right.is_Symbol:
         return left
