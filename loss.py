@@ -24,8 +24,6 @@ An objective is a function of five arguments: log pi_theta, log pi_b, the advant
 the KL, each [N, T] for N responses of at most T tokens, and the number e_B. It returns
 the loss of each token, [N, T]. `update` in train.py leaves out the padding and averages
 over B. Logarithms are in nats.
-
-    python loss.py      # what e_B does to a few small batches
 """
 
 import torch
@@ -169,29 +167,3 @@ def grpo(
 
 
 LOSSES = {"p3o": p3o, "reinforce": reinforce, "grpo": grpo}
-
-
-def main() -> None:
-    """Print e_B, and the weight of the last token, for a few batches of four tokens."""
-    batches = {
-        "fresh": [1.0, 1.0, 1.0, 1.0],
-        "a little stale": [0.8, 0.9, 1.1, 1.2],
-        "stale": [0.2, 0.5, 1.0, 2.3],
-        "one high ratio": [1.0, 1.0, 1.0, 4.0],
-        "one outlier": [1.0, 1.0, 1.0, 500.0],
-    }
-    title = "rho of four tokens, A = 1"
-    print(f"{title:34}    e_B   KL weight   weight of the last token")
-    for name, ratios in batches.items():
-        log_ratio = torch.tensor([ratios]).log().requires_grad_()
-        zeros, ones = torch.zeros(1, 4), torch.ones(1, 4)
-        e_b = effective_sample_size(ratio_sums(log_ratio, ones.bool())).item()
-        # The gradient depends on rho alone. With log pi_b = 0 log pi_theta is log rho.
-        p3o(log_ratio, zeros, ones, zeros, e_b).sum().backward()
-        weight = -log_ratio.grad[0, -1].item()
-        batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"
-        print(f"{batch:34} {e_b:6.3f}      {1 - e_b:6.3f}  {weight:25.3f}")
-
-
-if __name__ == "__main__":
-    main()

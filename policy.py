@@ -113,6 +113,7 @@ def build_policy(
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=torch.float32, trust_remote_code=False
     )
+    language_model.config.dtype = stored_dtype  # in which save_model writes them
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()
     if mesh.device_type == "cuda":
@@ -125,7 +126,6 @@ def build_policy(
             # [N, H, L, L]. Without it transformers repeats the keys and values.
             sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature, getattr(torch, dtype))
-    policy.stored_dtype = stored_dtype
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,
         reduce_dtype=torch.float32,
