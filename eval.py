@@ -137,7 +137,7 @@ def evaluate(
     seed: int = 0,
     **sampling: Any,
 ) -> list[dict[str, list]]:
-    """`samples` responses to each problem, with their rewards and what cut them.
+    """`samples` responses to each problem, their rewards, and which were truncated.
 
     The ranks share the problems, with noise that depends on the problem alone, and all
     return the responses to all problems. `sampling` are others of vLLM's

@@ -38,9 +38,9 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group, plus 1e-6. Its variance is over G - 1, as in the authors'
-    code. The paper's, as quoted, is over G, so its advantages are 1.07 times as large
-    at G = 8. Equal rewards have advantage 0.
+    deviation of the group, plus 1e-6. The variance divides by G - 1, as the authors'
+    code does. The paper, as quoted, divides by G. That makes its advantages 1.07 times
+    as large at G = 8. Equal rewards have advantage 0.
     """
     # If all rewards are equal, this makes all of them exactly 0.
     reward = reward - reward[..., :1]
@@ -101,8 +101,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
     # A token that pi_theta cannot sample adds nothing: 0 log 0 is 0.
     log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
-    # Over all tokens -p + b sums to 0. With it each summand is 0 or more, and rounding
-    # cancels where probabilities do not quite sum to 1.
+    # -p + b sums to 0 over all tokens. It makes each summand 0 or more, also where
+    # probabilities do not quite sum to 1.
     listed = (p * log_ratio - p + b).sum(dim=-1)
     rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest
     return listed + rest

@@ -65,14 +65,14 @@ def main() -> None:
     check_sync(engine, policy, run.train.prompts)
     log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
-        # 1 Rollout, 2 reward: the queue holds the batches of this step and of the next
-        # `lag`. So at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
+        # 1 Rollout, 2 reward: batches are sampled `lag` steps before they are used, and
+        # wait in the queue. At lag 4 step 8 samples that of step 12, with weights 7.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
 
-        # 3 Update: rank r of w has the groups r, r + w, ... of the batch, in order. So
-        # the first minibatch of all ranks has the first groups, whatever w is.
+        # 3 Update: the ranks' first minibatches together are the first groups of the
+        # batch, for any number of ranks: rank r of w has the groups r, r + w, ...
         engine.sleep()  # It lends its memory to the trainer.
         rows_of_rank = torch.arange(len(rollouts.text))
         minibatches = rows_of_rank.chunk(cfg.minibatches)
@@ -112,8 +112,8 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on B, these rows of every rank; return its statistics.
 
-    `objective` is loss.p3o, or what --objective names. B is divided into micro-batches
-    and ranks, and the result is that of the whole, up to rounding. Raises
+    `objective` is loss.p3o, or what --objective names. e_B and the gradient are those
+    of the whole B, on any number of ranks and in parts of any size. Raises
     FloatingPointError, on all ranks, where e_B or the gradient is not finite. A
     collective.
     """
@@ -131,8 +131,8 @@ def update(
     output_of_last = policy(last)
     sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)
     dist.all_reduce(sums)
-    token_count, ratio_sum, _ = sums.tolist()  # the third is that of rho^2
-    e_b = effective_sample_size(sums).item()  # (11)
+    token_count, ratio_sum, _ = sums.tolist()  # |B|, and the sums of rho and rho^2
+    e_b = effective_sample_size(sums).item()  # (11): mean[rho]^2 / mean[rho^2]
     if not math.isfinite(e_b):
         raise FloatingPointError(
             f"step {step}: e_B is not finite, as some ratio is not, or is beyond "
@@ -213,7 +213,7 @@ def find_objective(
     """
     try:
         objective = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
-        # Tried on stand-ins: a copy, if it is an object, which may keep what it saw.
+        # Try it on zeros. Some objectives remember what they saw, so try a copy.
         tensors = (torch.zeros(1, 2) for _ in range(4))
         loss = copy.deepcopy(objective)(*tensors, 1.0, **hyper_parameters)  # [1, 2]
         loss[torch.ones(1, 2).bool()].sum()
@@ -301,8 +301,8 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 
     One engine does both, unless rollouts are in fp8. Then a second one evaluates, in
     rollout_dtype and without fp8, so that accuracy is that of the policy. vLLM lets
-    only one engine of a process sleep, so the second stays awake. It may sample only
-    while the first is awake, as vLLM keeps one table of positions for both.
+    only one engine of a process sleep, so the second stays awake. The two share a table
+    of positions in vLLM, so the second may sample only while the first is awake.
     """
     build = partial(
         Engine,
