@@ -11,11 +11,6 @@ F64 = torch.float64
 # float32 has 7 digits; a log-ratio of -3 less -3 keeps about 6 of them.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 
-# pi_b = (1, 2, 3, 4) / 10, and ten sampled tokens in just these shares: a mean over
-# them is an expectation under pi_b.
-SHARES = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64)
-IN_SHARES = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3])
-
 
 class Batch(NamedTuple):
     """What the trainer has for an objective, [N, T] each. Padding is 0."""
