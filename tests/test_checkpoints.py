@@ -237,9 +237,7 @@ def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_mode
     model.save_pretrained(folder)
     policy = build_policy(str(folder), group)  # which has float32
     tokenizer, saved = AutoTokenizer.from_pretrained("tiny"), tmp_path / "model"
-    save_model(
-        *(policy.model, full_weights(policy), tokenizer, saved), policy.stored_dtype
-    )
+    save_model(policy.model, full_weights(policy), tokenizer, saved)
     weights = load_file(saved / "model.safetensors")
     # bfloat16 numbers are the same ones after float32.
     expected = load_file(folder / "model.safetensors")

@@ -101,7 +101,7 @@ def test_an_evaluation_counts_the_right_samples_of_each_problem(
     assert sum(counts) / 1024 == pytest.approx(0.44, abs=3 * 0.022)
 
 
-def test_sampled_and_greedy_accuracy_of_one_call_are_those_of_two(
+def test_heldout_accuracy_is_of_samples_at_the_policys_temperature_and_greedy(
     engine, policy, heldout
 ):
     few = Split(heldout.problems[:40], heldout.prompts[:40], heldout.verifier)
@@ -187,7 +187,7 @@ def test_the_script_samples_as_its_flags_say(run_here, tmp_path, asked):
     [call] = asked
     assert len(call.pop("prompts")) == 2
     seeds = [noise_seed(4, problem, 3) for problem in (0, 1)]
-    sampling = {"temperature": [0.7, 0.7], "top_p": 0.9, "max_tokens": 5}
+    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5}
     assert call == {"n": 3, "seeds": seeds, **sampling}
 
 
@@ -236,7 +236,6 @@ def test_two_ranks_count_what_one_rank_counts_with_an_engine_each_or_a_shared_on
         ("--task=math500 --split=train", "the task 'math500' has no split 'train'"),
         ("--samples=0", "samples is '0': Input should be greater than 0"),
         ("--temperature=2.5", "temperature is '2.5'"),
-        ("--temperature=0.001", "give 0 (greedy), or at least the 0.01"),
         ("--temperature=0 --samples=4", "greedy samples are all the same"),
         ("--split=test", "split is 'test': Input should be 'train' or 'heldout'"),
         ("--kv_cache=1", "unrecognized arguments: --kv_cache"),

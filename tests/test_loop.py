@@ -27,10 +27,10 @@ from support.tasks import Split, load_task
 from train import (
     Config,
     build_engines,
-    evaluate_policy,
     load_data,
     problems_at,
     sample_batch,
+    save_and_evaluate,
 )
 
 # Which problems
@@ -357,12 +357,13 @@ def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
 ):
     # Neither depends on how rollouts are sampled.
     cfg = Config(temperature=1.4, top_p=0.5, policy_temperature=0.8)
-    evaluate_policy(engine, policy, few, cfg, step=3)
-    [call] = asked
-    assert call.pop("prompts") == few.prompts * 2
-    assert call.pop("temperature") == [0.8] * 9 + [0.0] * 9
-    assert len(call.pop("seeds")) == 18
-    assert call == {"n": 1, "max_tokens": cfg.max_response_tokens}
+    run = SimpleNamespace(evaluator=engine, policy=policy, heldout=few)
+    save_and_evaluate(step=0, run=run, cfg=cfg)
+    assert [call.pop("temperature") for call in asked] == [0.8, 0.0]
+    for call in asked:
+        assert call.pop("prompts") == few.prompts
+        assert len(call.pop("seeds")) == 9
+        assert call == {"n": 1, "max_tokens": cfg.max_response_tokens}
 
 
 OF_ENGINES = {

@@ -150,16 +150,18 @@ def test_a_run_is_evaluated_and_saved_every_so_many_steps_and_after_the_last(fin
 def test_an_evaluation_that_fails_costs_no_step(
     finished, train_here, tmp_path, monkeypatch
 ):
-    evaluate_policy = train.evaluate_policy
+    heldout_accuracy = train.heldout_accuracy
+    before_training = []
 
-    def fail_after_training(evaluator, policy, heldout, cfg, step):
-        if step == 1:
+    def fail_after_training(*arguments):
+        if before_training:
             raise MemoryError
-        return evaluate_policy(evaluator, policy, heldout, cfg, step)
+        before_training.append(heldout_accuracy(*arguments))
+        return before_training[0]
 
     out, flags = tmp_path / "failed", [*SMALL, "--steps=1"]
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(train, "evaluate_policy", fail_after_training)
+        patch.setattr(train, "heldout_accuracy", fail_after_training)
         train_here(*flags, out_dir=out)
     assert len(checkpoints(out)) == 1
     assert (out / "model").is_dir()

@@ -175,15 +175,15 @@ def test_a_run_whose_evaluator_keeps_its_weights_stops(train_here, monkeypatch):
 def test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then(
     train_here, monkeypatch
 ):
-    evaluate_policy = train.evaluate_policy
+    save_and_evaluate = train.save_and_evaluate
     distances = []
 
-    def compared(evaluator, policy, heldout, cfg, step):
-        accuracy = evaluate_policy(evaluator, policy, heldout, cfg, step)
-        distances.append(check_sync(evaluator, policy, heldout.prompts))
+    def compared(step, run, cfg):
+        accuracy = save_and_evaluate(step, run, cfg)
+        distances.append(check_sync(run.evaluator, run.policy, run.heldout.prompts))
         return accuracy
 
-    monkeypatch.setattr(train, "evaluate_policy", compared)
+    monkeypatch.setattr(train, "save_and_evaluate", compared)
     flags = ["--steps=1", "--learning_rate=3e-3", "--warmup_updates=0", *FP8]
     _, row = train_here(*flags, "--seed=1", "--prompts_per_step=4")
     assert row["groups_with_signal"] > 0  # so that the policy moves
