@@ -92,23 +92,21 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, sympy.Eq) != isinstance(b, sympy.Eq):
         a, b = value_of(a), value_of(b)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
-        return all(map(same, a, b)) if isinstance(a, tuple) else same_parts(a, b)
+        if isinstance(a, tuple) or not a:
+            return all(map(same, a, b))
+        # Any part of b may be the first one of a, if the others are the same then.
+        places = range(len(b))
+        return any(same((a[0], a[1:]), (b[i], b[:i] + b[i + 1 :])) for i in places)
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
         return a == b or is_zero(a - b)
     if isinstance(a, Relational) and isinstance(b, Relational):
-        return same_relation(a, b)
+        # They may differ by a factor: x < y, 2x < 2y and -x > -y are the same.
+        factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+        kind = b.func if factor.is_positive else b.reversed.func
+        return bool(
+            factor.is_number and factor.is_nonzero and a.free_symbols and a.func is kind
+        )
     return a == b
-
-
-def same_parts(a: list, b: list) -> bool:
-    """Whether two lists of one length have the same parts in any order."""
-    rest = list(b)
-    for part in a:
-        found = [index for index, other in enumerate(rest) if same(part, other)]
-        if not found:
-            return False
-        del rest[found[0]]
-    return True
 
 
 def value_of(said: Any) -> Any:
@@ -122,14 +120,6 @@ def value_of(said: Any) -> Any:
     if right.is_Symbol:
         return left
     return right if not left.free_symbols and same(left, right) else said
-
-
-def same_relation(a: Relational, b: Relational) -> bool:
-    """Whether two equations or inequalities differ by a factor: x < y, -2x > -2y."""
-    a, b = (said.reversed if ">" in said.rel_op else said for said in (a, b))
-    factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
-    right_sign = factor.is_nonzero if isinstance(a, sympy.Eq) else factor.is_positive
-    return bool(a.func is b.func and a.free_symbols and factor.is_number and right_sign)
 
 
 def is_zero(term: sympy.Expr) -> bool:

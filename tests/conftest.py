@@ -261,7 +261,8 @@ def train_here(run_here, tmp_path_factory):
     import train
 
     def run(*flags, out_dir=None):
-        out = out_dir or tmp_path_factory.mktemp("run") / "here"
+        # A fresh clone has no runs/ either.
+        out = out_dir or tmp_path_factory.mktemp("fresh") / "runs/here"
         defaults = ["--eval_every=0", "--eval_problems=4", SOME_COMPLETE]
         run_here(train, f"--out_dir={out}", *defaults, *flags)
         return [json.loads(line) for line in open(out / "metrics.jsonl")]

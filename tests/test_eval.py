@@ -192,6 +192,21 @@ def test_the_script_samples_as_its_flags_say(run_here, tmp_path, asked):
     assert call == {"n": 3, "seeds": seeds, **sampling}
 
 
+def test_the_engine_has_the_settings_of_the_evaluation(
+    run_here, tmp_path, prompts, monkeypatch
+):
+    def build(engine, *given, **options):
+        raise LookupError(*given, options)
+
+    monkeypatch.setattr(Engine, "__init__", build)
+    settings = {"dtype": "bfloat16", "kv_cache_gb": 0.05, "max_num_seqs": 9}
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    with pytest.raises(LookupError) as given:
+        run_here(eval, f"--out_dir={tmp_path / 'out'}", "--verbose", *flags)
+    longest = max(map(len, prompts)) + 64  # max_response_tokens
+    assert given.value.args == ("tiny", longest, settings | {"tp": 1, "verbose": True})
+
+
 def test_prompts_without_room_for_a_response_can_be_left_out():
     # The context is 128, and 236 of the 512 problems have at most 9 tokens.
     cfg = EvalConfig(max_response_tokens=119, drop_long=True)

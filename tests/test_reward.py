@@ -20,9 +20,9 @@ from support.tasks import (
     TASKS,
     Split,
     encode_prompt,
-    load_rows,
     load_split,
     load_task,
+    read_hub,
     task_of,
 )
 
@@ -539,21 +539,21 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     "fault, said",
     [
         (
-            "judge.equal = lambda gold, _: gold == '5' and os.kill(os.getpid(), 9)",
+            "judge.equal = lambda gold, _: gold == '4' or os.kill(os.getpid(), 9)",
             "exit code -9",
         ),
         (
-            "judge.equal = lambda gold, _: gold == '5' and os._exit(1)",
+            "judge.equal = lambda gold, _: gold == '4' or os._exit(1)",
             "exit code 1",
         ),
         # MemoryError, or in Python 3.13 OSError: Cannot allocate memory.
         ("judge.MEMORY = 2**20", "emory"),
-        ("judge.KNOWN = [('5', '6', True)]", "sympy finds 5 == 6 to be False"),
+        ("judge.EQUAL_PAIRS = [('5', '6')]", "sympy does not find 5 and 6"),
     ],
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):
     start = (
-        "import os, sys\nfrom support import judge\njudge.KNOWN = [('4', '6', False)]\n"
+        "import os, sys\nfrom support import judge\njudge.EQUAL_PAIRS = [('4', '4')]\n"
     )
     end = "\nsys.argv[1:] = [str(os.getppid())]\njudge.main()"
     done = subprocess.run(
@@ -664,7 +664,7 @@ def test_a_hub_dataset_of_ones_own_has_the_splits_train_and_test():
 
 def test_a_hub_dataset_that_cannot_be_loaded_is_refused_in_one_sentence(hub):
     with pytest.raises(Refused, match="AMO-Bench train cannot be loaded: ") as said:
-        load_rows("meituan-longcat/AMO-Bench train")  # it has test alone
+        read_hub("meituan-longcat/AMO-Bench train")  # it has test alone
     assert "\n" not in str(said.value)
 
 
@@ -740,7 +740,7 @@ BAD_FILES = [
     # Blank lines count, so that the number is that of an editor.
     (
         GOOD_LINE + '\n\n{"prompt": "1+1", "answer": NaN}\n',
-        "1 of the 2 .*row 4: no answer",
+        "1 of the 2 .*row 4: no answer: correct",
     ),
     ('{"prompt": "1+1", "answer": -Infinity}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": true}\n', "1 of the 1 rows"),
@@ -751,8 +751,8 @@ BAD_FILES = [
     ('{"prompt": "1+1", "answer": "}{"}\n', "1 of the 1 rows"),
     (
         '{"answer": "2"}\n' + f'{{"prompt": "1+1", "answer": "{"2" * 301}"}}\n' * 5,
-        "6 of the 6 .*row 1: no problem; row 2: an answer of over 300 char.*row 5: .*; "
-        r"\.\.\.\).*its columns are answer; read are prompt, problem or question",
+        "6 of the 6 .*row 1: no problem; row 2: an answer of over 300 char.*row 5: "
+        r"[^;]*: correct.*its columns are answer, prompt; read are prompt, problem or",
     ),
     ('{"prompt": "1+1", "solution": "It is 2."}\n', "1 of the 1 rows"),
 ]

@@ -221,6 +221,7 @@ SIZE = {
     "head_dim": 32,
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
+    "attention_dropout": 0.1,  # which nothing here may use
 }
 
 
