@@ -19,12 +19,14 @@ SIGNS = r"""
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# Patterns with a name. NOUNIT: words behind a number that make it another number, or
-# are a part of what is said. 18\text{ million} is not 18, and an increase no decrease.
+# Patterns with a name. FUNCTION: min and sec are units where nothing follows. NOUNIT:
+# words behind a number that make it another number, or are a part of what is said.
+# 18\text{ million} is not 18, and an increase no decrease.
 NAMES = {
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
     "FUNCTION": (
-        "sqrt|a?r?c?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|pi|max|min|gcd|lcm"
+        r"sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|"
+        r"(?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))"
     ),
     "NOUNIT": (
         r"one|two|three|four|five|six|seven|eight|nine|tens?|eleven|twelve|\w+teen|"
@@ -72,7 +74,7 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 \\text\{([^{}]*\d[^{}]*|[^{}a-zA-Z~][^{}a-zA-Z]*)\} -> \1
 ^\\text\{~*\}|\\text\{~*\}~*(?=\\text|$) ->
 # \text{gcd}(4,6), sqrt(3), pi/2
-\\text\{(FUNCTION)\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?![a-zA-Z]) -> \\\1\2~
+\\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?![a-zA-Z]) -> \\\1\2~
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # Sunday, 18 dollars, 64 square feet
@@ -106,7 +108,7 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 °(?!~*\d) ->
 # 5:30\text{ p.m.}, 5:30 p.m.
 ~*(?:\\text\{~*)?(?<!\\)\b([ap])\.~?m\b\.?~*\}? -> \\text{\1m}
-# 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
+# 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples), 2\text{ min}
 (?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*\\text\{(?![^{}]*\b(?:NOUNIT)\b)
 (?:~*[mgshLlAVWJNC]|[^{}\d]*[a-zA-Z][^{}\d]*[a-zA-Z.)])~*\}\)?
 (?:\^(?:\{-?\d\}|\d))?~*)+(?=,|$) ->

@@ -278,6 +278,12 @@ def test_a_run_of_two_steps_with_each_type_ends(model_type, train_here, tmp_path
     assert rows[2]["mismatch_mean"] < AGREE
 
 
+def test_no_dropout_of_a_models_config_acts(engine, group, prompts, tmp_path):
+    rollouts = sample(engine, prompts[:4])
+    policy = build_policy(random_model("llama", tmp_path), group)
+    assert torch.equal(policy(rollouts)[0], policy(rollouts)[0])
+
+
 def saved_sizes(policy: Policy, rollouts: Rollouts) -> list[int]:
     """The numbers in each tensor that a forward pass keeps for the backward pass."""
     sizes = []

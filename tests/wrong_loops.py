@@ -423,7 +423,25 @@ MISTAKES: dict[str, Mistake] = {
         "if cfg.top_p < 1:",
         ["test_train.test_under_top_k_the_kl_is_over_what_pi_b_can_sample"],
     ),
+    "no bucket for the tokens that are not listed": Mistake(
+        train.kl_of_positions,
+        "cfg.top_p < 1",
+        "cfg.top_p <= 1",
+        [
+            "test_train."
+            "test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set"
+        ],
+    ),
+    "an engine that keeps its memory during the update": Mistake(
+        train.main, "engine.sleep()", "pass", [ON_POLICY]
+    ),
     # support/log.py
+    "the seconds of the steps before": Mistake(
+        support.log.Log.metrics_of,
+        "self.seconds.clear()",
+        "pass",
+        ["test_checkpoints.test_the_seconds_of_a_phase_add_up_within_a_step"],
+    ),
     "the largest e_B for the smallest": Mistake(
         train.main, 'min(stats["ess"]', 'max(stats["ess"]', [METRICS]
     ),
@@ -454,6 +472,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the KL's K tokens shifted by one": Mistake(
         policy.Policy.forward, "logp[:, 1:]", "logp[:, :-1]", [LOG_SOFTMAX]
+    ),
+    "the dropout of the model's config": Mistake(
+        policy.build_policy,
+        "setattr(config, name, 0.0)",
+        "pass",
+        ["test_rollout.test_no_dropout_of_a_models_config_acts"],
     ),
     "gradient checkpointing left out": Mistake(
         policy.build_policy,
@@ -549,6 +573,18 @@ MISTAKES: dict[str, Mistake] = {
         ],
     ),
     # support/checkpoints.py
+    "a folder for each rank": Mistake(
+        support.checkpoints.make_out_dir,
+        "dist.broadcast_object_list(named)",
+        "pass",
+        ["test_checkpoints.test_a_folder_that_a_node_does_not_see_is_refused"],
+    ),
+    "two runs at work in one folder": Mistake(
+        support.checkpoints.make_out_dir,
+        "take_folder(out)",
+        "pass",
+        ["test_checkpoints.test_a_folder_in_which_another_run_is_at_work_is_refused"],
+    ),
     "a resume that forgets the moments": Mistake(
         support.checkpoints.load_checkpoint,
         "dcp.load(state,",
