@@ -54,10 +54,13 @@ def impossible(tmp_path) -> str:
     return str(tmp_path)
 
 
-def test_groups_without_signal_are_counted_and_teach_nothing(impossible, train_here):
+def test_groups_without_signal_are_counted_and_teach_nothing(
+    impossible, train_here, capsys
+):
     # It has 16 problems: three steps of four prompts are in the first epoch.
     flags = ["--steps=3", "--minibatches=1", "--rollout_dtype=float32"]
     rows = train_here(*SHORT, *flags, f"--task={impossible}")
+    assert "no group ever had a signal" in capsys.readouterr().out
     for row in rows[1:]:
         assert row["reward"] == row["groups_with_signal"] == 0
         # Without an advantage (12) has no first term. Its second one is what rounding
