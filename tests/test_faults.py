@@ -40,9 +40,10 @@ def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_las
         train_here(*SHORT, NONE_COMPLETE, f"--steps={steps}", "--minibatches=1")
 
 
-def test_groups_without_signal_are_counted_and_teach_nothing(train_here):
+def test_groups_without_signal_are_counted_and_teach_nothing(train_here, capsys):
     flags = ["--steps=2", "--minibatches=1", "--rollout_dtype=float32"]
     rows = train_here(*SHORT, *flags, NONE_COMPLETE)
+    assert "no group ever had a signal" in capsys.readouterr().out
     for row in rows[1:]:
         assert row["reward"] == row["groups_with_signal"] == 0
         # Without an advantage (12) has no first term. Its second one is what rounding

@@ -957,7 +957,11 @@ def test_a_chat_template_that_fails_is_refused(split_of):
 
 @pytest.mark.parametrize(
     "end, opened",
-    [("<think>", "<think>"), ("[THINK]", "[THINK]"), ("<think></think>", "")],
+    [
+        (r"{{ '<think>\n' }}", "<think>"),
+        ("[THINK]", "[THINK]"),
+        ("<think></think>", ""),
+    ],
 )
 def test_a_thought_that_the_template_opens_is_no_answer_until_it_ends(
     end, opened, split_of

@@ -382,8 +382,10 @@ def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_ran
         assert alone.text == sum(expected, [])
     # Response 1 to a prompt has the noise of seed + 1.
     assert together.text[0] != together.text[1]
-    second = engine.sample([prompts[0]], 1, [seeds[0] + 1], max_tokens=64)
-    assert second.text == together.text[1:2]
+    others = [seeds[0] + 1, seeds[1]]
+    again = engine.sample([prompts[0]] * 2, 1, others, max_tokens=64)
+    assert again.text[0] == together.text[1]
+    assert again.text[1] not in together.text[:2]
 
 
 def test_runs_of_different_seeds_share_no_noise():
