@@ -239,7 +239,7 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
             problems.append({"prompt": row.problem, "answer": gold})
             continue
         if not row.problem or not gold:
-            reason = "no answer" if row.problem else "no problem"
+            reason = "no answer, as text or number" if row.problem else "no problem"
         elif len(gold) > MAX_LENGTH:
             reason = f"an answer of over {MAX_LENGTH} characters"
         else:
