@@ -137,6 +137,9 @@ SAME_FORMULA = [
     # products and functions
     ("6", "2(3)"),
     ("6", r"\left(2\right)\left(3\right)"),
+    ("40", "2^{3}5"),
+    ("-3./2", "-1.5"),  # as NumPy writes it, and golds of Minerva
+    (r"\arcsin(1/2)", "np.arcsin(1./2)"),
     ("1.5", r"1+\log_4(2)"),
     (r"\log_2(3)", r"\frac{\ln 3}{\ln 2}"),
     (r"2\pi", r"\pi(2)"),
@@ -147,6 +150,7 @@ SAME_FORMULA = [
     ("E_1+e_1", "e_{1}+E_{1}"),
     (r"I_{\max}", r"I_\text{max}"),
     (r"L_{\odot}", r"L_\odot"),
+    (r"2\hbar v", r"v\hbar\cdot2"),
     ("v^2_0", "v_0^2"),
     (r"1-\frac{1}{e}", r"1-\frac{1}{\mathrm{e}}"),
     (r"\frac12-\frac{\sqrt3}{2}i", r"e^{-i\pi/3}"),
@@ -288,6 +292,7 @@ ANOTHER_FORMULA = [
     ("3e8", r"8 \cdot 3e"),
     # products, and what is no number
     ("3", "1{2}"),
+    ("8", "2^35"),
     ("5", "(2)3"),
     ("5", "2[3]"),
     ("5", "{2}(3)"),
@@ -299,6 +304,7 @@ ANOTHER_FORMULA = [
     ("3", r"x \equiv 3"),
     ("60", r"60^\circ 42'"),
     (r"\sin 10", r"\sin 10^\circ"),
+    ("h", r"\hbar"),
     ("360", r"0^\circ \text{ and } 360^\circ"),
     ("32349", "32, 349"),
     ("2:3:4", r"\frac16"),
@@ -804,7 +810,7 @@ BAD_FILES = [
     ),
     ('{"prompt": "1+1", "answer": -Infinity}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": true}\n', "1 of the 1 rows"),
-    (GOOD_LINE + '{"prompt": "1+1"}\n', "1 of the 2 .*row 2: no answer"),
+    (GOOD_LINE + '{"prompt": "1+1"}\n', "1 of the 2 .*row 2: no answer, as text"),
     ('{"answer": "2"}\n', "1 of the 1 rows"),
     ('{"prompt": [{"role": "user"}], "answer": "2"}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": ["2"]}\n', "1 of the 1 rows"),
