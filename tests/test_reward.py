@@ -718,7 +718,7 @@ def test_a_solution_has_its_answer_in_its_last_box_and_is_left_out_without(hub, 
     assert len(answers) == 8 and answers[:3] == ["4", r"\frac{1}{3}", r"\sqrt{2}"]
     assert answers[5] == "6"  # which follows the box of an intermediate result
     # Row 8 has \boxed 2, without braces, and row 10 ends with "so x is 2."
-    note = r"2 of the 10 rows of .*lighteval train .*\(row 8: no answer; row 10: "
+    note = r"2 of the 10 rows of .*lighteval train .*: row 8: no answer, .*; row 10: "
     assert re.search(note, capsys.readouterr().err)
 
 
@@ -806,7 +806,7 @@ BAD_FILES = [
     # Blank lines count, so that the number is that of an editor.
     (
         GOOD_LINE + '\n\n{"prompt": "1+1", "answer": NaN}\n',
-        "1 of the 2 .*row 4: no answer: correct",
+        "1 of the 2 .*row 4: no answer, as text or number: correct",
     ),
     ('{"prompt": "1+1", "answer": -Infinity}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": true}\n', "1 of the 1 rows"),
