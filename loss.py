@@ -24,8 +24,6 @@ An objective is a function of five arguments: log pi_theta, log pi_b, the advant
 the KL, each [N, T] for N responses of at most T tokens, and the number e_B. It returns
 the loss of each token, [N, T]. `update` in train.py leaves out the padding and averages
 over B. Logarithms are in nats.
-
-    python loss.py      # what e_B does to a few small batches
 """
 
 import torch
@@ -40,9 +38,9 @@ def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """The advantage (3) of each response among the G responses to the same prompt.
 
     reward is [P, G], for P prompts; so is the result. `scale` divides by the standard
-    deviation of the group, plus 1e-6. Its variance is over G - 1, as in the authors'
-    code. The paper's, as quoted, is over G, so its advantages are 1.07 times as large
-    at G = 8. Equal rewards have advantage 0.
+    deviation of the group, plus 1e-6. The variance divides by G - 1, as the authors'
+    code does. The paper, as quoted, divides by G. That makes its advantages 1.07 times
+    as large at G = 8. Equal rewards have advantage 0.
     """
     # If all rewards are equal, this makes all of them exactly 0.
     reward = reward - reward[..., :1]
@@ -89,9 +87,9 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     bound. It grows with K, and is the KL itself when K is the vocabulary. Its gradient
     goes to logp, through the bucket as well.
 
-    The bucket holds 1 - sum(p). Where the listed tokens hold nearly everything, this is
-    only the rounding of float32 logarithms, about 1e-6. So both policies' buckets are
-    raised to REST_FLOOR, which can only lower the KL and weaken its pull.
+    The bucket holds 1 - sum(p). Where the listed tokens hold nearly everything, that is
+    float32 rounding, about 1e-6. So both policies' buckets are raised to REST_FLOOR,
+    which can only lower the KL and weaken its pull.
 
     It is +inf if pi_theta may sample a listed token that pi_b never samples.
     """
@@ -103,8 +101,8 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     b_rest = (1 - b.sum(dim=-1)).clamp(min=REST_FLOOR)
     # A token that pi_theta cannot sample adds nothing: 0 log 0 is 0.
     log_ratio = torch.where(p > 0, logp - logp_behavior, 0.0)
-    # Over all tokens -p + b sums to 0. With it each summand is 0 or more, and rounding
-    # cancels where probabilities do not quite sum to 1.
+    # -p + b sums to 0 over all tokens. It makes each summand 0 or more, also where
+    # probabilities do not quite sum to 1.
     listed = (p * log_ratio - p + b).sum(dim=-1)
     rest = p_rest * (p_rest / b_rest).log() - p_rest + b_rest
     return listed + rest
@@ -169,29 +167,3 @@ def grpo(
 
 
 LOSSES = {"p3o": p3o, "reinforce": reinforce, "grpo": grpo}
-
-
-def main() -> None:
-    """Print e_B, and the weight of the last token, for a few batches of four tokens."""
-    batches = {
-        "fresh": [1.0, 1.0, 1.0, 1.0],
-        "a little stale": [0.8, 0.9, 1.1, 1.2],
-        "stale": [0.2, 0.5, 1.0, 2.3],
-        "one high ratio": [1.0, 1.0, 1.0, 4.0],
-        "one outlier": [1.0, 1.0, 1.0, 500.0],
-    }
-    title = "rho of four tokens, A = 1"
-    print(f"{title:34}    e_B   KL weight   weight of the last token")
-    for name, ratios in batches.items():
-        log_ratio = torch.tensor([ratios]).log().requires_grad_()
-        zeros, ones = torch.zeros(1, 4), torch.ones(1, 4)
-        e_b = effective_sample_size(ratio_sums(log_ratio, ones.bool())).item()
-        # The gradient depends on rho alone. With log pi_b = 0 log pi_theta is log rho.
-        p3o(log_ratio, zeros, ones, zeros, e_b).sum().backward()
-        weight = -log_ratio.grad[0, -1].item()
-        batch = f"{name}: {', '.join(str(ratio) for ratio in ratios)}"
-        print(f"{batch:34} {e_b:6.3f}      {1 - e_b:6.3f}  {weight:25.3f}")
-
-
-if __name__ == "__main__":
-    main()

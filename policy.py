@@ -48,8 +48,8 @@ class Policy(torch.nn.Module):
 
         [N, T] and [N, T, K], in nats, float32, with 0 where the mask is False. The head
         is applied in float32 (or TF32: see build_policy), to response positions alone,
-        CHUNK of them at a time, and once more in the backward pass: no tensor of size
-        tokens x vocabulary is kept.
+        CHUNK of them at a time. The backward pass computes their logits again, so that
+        none are kept.
         """
         # Padding on the right needs no attention mask: no token sees a later one.
         output = self.model.base_model(input_ids=rollouts.tokens, use_cache=False)
@@ -113,19 +113,19 @@ def build_policy(
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=torch.float32, trust_remote_code=False
     )
+    language_model.config.dtype = stored_dtype  # in which save_model writes them
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()
     if mesh.device_type == "cuda":
         # Beside a bfloat16 policy the head's product may use TF32, which holds a
-        # bfloat16 exactly. The backward pass rounds the logits' gradient to 11 bits. It
-        # is a setting of the process: an engine in float32 follows it too.
+        # bfloat16 exactly. The backward pass rounds the logits' gradient to 11 bits.
+        # The whole process has one setting: an engine in float32 follows it too.
         torch.set_float32_matmul_precision("high" if dtype == "bfloat16" else "highest")
         if dtype == "float32":
             # For heads that share keys torch has only the kernel that keeps all scores,
             # [N, H, L, L]. Without it transformers repeats the keys and values.
             sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature, getattr(torch, dtype))
-    policy.stored_dtype = stored_dtype
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,
         reduce_dtype=torch.float32,

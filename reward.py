@@ -148,8 +148,8 @@ def score(
     """1.0 for each response whose final answer is the gold answer, else 0.0.
 
     responses and answers are of one length; verifier is "exact", "gsm8k", "math" or
-    module:name, a function of these lists that gives numbers in [0, 1]. Each reward of
-    the first three depends on its own response and answer alone.
+    module:name, a function of these lists that gives numbers in [0, 1]. With the first
+    three a reward depends on its own response and answer alone.
 
     Raises ValueError for lists of unequal lengths or another verifier, and RuntimeError
     if formulas cannot be compared on this machine.

@@ -106,7 +106,7 @@ class Engine:
             # vLLM reads the variable too late for some of its first messages.
             logging.getLogger("vllm").setLevel("ERROR")
             warnings.filterwarnings("ignore", category=FutureWarning)
-        # On a CPU it would win over kv_cache_gb.
+        # On a CPU this variable would override kv_cache_gb.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # Not at the top of the file: it takes seconds, and reads the variables above.
         from transformers import AutoConfig
@@ -146,7 +146,7 @@ class Engine:
                 # size.
                 gpu_memory_utilization=0.01,
                 enforce_eager=not cuda,
-                # It brings 1 to 5% here, and lost tokens of engines that were paused
+                # With it sampling is 1 to 5% faster, but paused engines lost tokens
                 # (vLLM's pull requests 23914 and 42042).
                 async_scheduling=False,
                 enable_sleep_mode=self.can_sleep,
@@ -179,15 +179,14 @@ class Engine:
         prompts: list[list[int]],
         n: int,
         seeds: list[int],
-        temperature: float | list[float] = 1.0,
         **sampling: Any,
     ) -> Rollouts:
         """n responses to each prompt (token ids); those to one prompt are neighbors.
 
-        Response j to prompt i draws its noise from seeds[i] + j. The temperature is one
-        for all prompts or a list with that of each; 0 is greedy. `sampling` are others
-        of vLLM's SamplingParams: top_p, top_k, max_tokens. Ranks that share an engine
-        call it together, each with prompts of its own. RuntimeError while it sleeps.
+        Response j to prompt i draws its noise from seeds[i] + j. `sampling` are others
+        of vLLM's SamplingParams: temperature (0: greedy), top_p, top_k, max_tokens.
+        Ranks that share an engine call it together, each with prompts of its own.
+        RuntimeError while it sleeps.
         """
         from vllm import SamplingParams, distributed
 
@@ -202,28 +201,25 @@ class Engine:
         # The engine answers the prompts of all ranks that share it.
         tp_group = distributed.get_tp_group()
         requests_by_rank: list = [None] * tp_group.world_size
-        temperatures = np.broadcast_to(temperature, len(prompts)).tolist()
-        requests = list(zip(prompts, seeds, temperatures, strict=True))
+        requests = list(zip(prompts, seeds, strict=True))
         dist.all_gather_object(requests_by_rank, requests, tp_group.cpu_group)
         all_requests = [request for rank in requests_by_rank for request in rank]
         ranks_before = requests_by_rank[: tp_group.rank_in_group]
         first = sum(len(requests) for requests in ranks_before)
         own = range(first, first + len(prompts))  # of all_requests, this rank's
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, *_ in all_requests],
+            [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
             [
                 SamplingParams(
                     n=n,
                     seed=seed % 2**31,
-                    temperature=temperature,
-                    # K beside the sampled token's own. They take 2 KB a token, so the
-                    # other ranks do without.
+                    # For this rank's own prompts alone, as they take 2 KB a token.
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,
                     **sampling,
                 )
-                for i, (_, seed, temperature) in enumerate(all_requests)
+                for i, (_, seed) in enumerate(all_requests)
             ],
             use_tqdm=self.show_progress,
         )
@@ -261,7 +257,7 @@ class Engine:
             tokens=pad_sequence(sequences, batch_first=True),
             prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
             mask=torch.arange(all_logp.shape[1]) < length[:, None],
-            logp_behavior=all_logp[:, :, 0],
+            logp_behavior=all_logp[:, :, 0],  # the sampled token's
             top_tokens=all_tokens[:, :, 1:],
             top_logp_behavior=all_logp[:, :, 1:],
             truncated=torch.tensor([r.finish_reason == "length" for r in responses]),

@@ -18,8 +18,8 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import torch
@@ -56,22 +56,23 @@ SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
 def main() -> None:
     cfg = parse_flags(Config)
-    run = prepare_run(cfg)
-    engine, policy, queue, log = run.engine, run.policy, run.queue, run.log
-    optimizer, objective = run.optimizer, run.objective
+    objective = find_objective(cfg.objective, cfg.objective_args)
+    run = PreparedRun(cfg)
+    engine, policy, optimizer = run.engine, run.policy, run.optimizer
+    queue, log = run.queue, run.log
 
     engine.load_weights(full_weights(policy), version=str(run.step))
     check_sync(engine, policy, run.train.prompts)
-    finish_step(run.step, run.metrics, run, cfg)
+    log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
-        # 1 Rollout, 2 reward: the queue holds the batches of this step and of the next
-        # `lag`. So at lag 4 the batch of step 12 is sampled in step 8, by weights 7.
+        # 1 Rollout, 2 reward: batches are sampled `lag` steps before they are used, and
+        # wait in the queue. At lag 4 step 8 samples step 12's batch, with weights 7.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
 
-        # 3 Update: rank r of w has the groups r, r + w, ... of the batch, in order. So
-        # the first minibatch of all ranks has the first groups, whatever w is.
+        # 3 Update: rank r of w has the groups r, r + w, ... of the batch. So the first
+        # minibatches of all ranks hold the same groups together, for any w.
         engine.sleep()  # It lends its memory to the trainer.
         rows_of_rank = torch.arange(len(rollouts.text))
         minibatches = rows_of_rank.chunk(cfg.minibatches)
@@ -82,17 +83,22 @@ def main() -> None:
                 stats = update(policy, optimizer, objective, rollouts, rows, cfg, step)
             updates.append(stats)
 
-        # 4 Sync. Every few steps check_sync ends all ranks if engine and policy differ.
+        # 4 Sync. Every few steps check_sync compares engine and policy, and ends all
+        # ranks if they are further apart than rounding explains.
         with log.phase("sync"):
             engine.load_weights(full_weights(policy), version=str(step))
         if is_due(SYNC_CHECK_EVERY, step, cfg):
             check_sync(engine, policy, run.train.prompts)
 
-        # 5 Save, evaluate, log
-        metrics = log.metrics_of(step, rollouts, updates)
+        # 5 Save, evaluate, log. Each statistic is the mean over the updates, e_B too.
+        metrics = log.metrics_of(step, rollouts)
+        for name in updates[0]:
+            metrics[name] = fmean(stats[name] for stats in updates)
+        metrics["ess_min"] = min(stats["ess"] for stats in updates)
+        metrics["mismatch_mean"] = updates[0]["mismatch_mean"]  # before all updates
         if cfg.save_every and is_due(cfg.save_every, step, cfg):
             save_checkpoint(run.out, step, policy, optimizer, queue, metrics)
-        finish_step(step, metrics, run, cfg)
+        log.write(metrics | save_and_evaluate(step, run, cfg))
     log.finish()
 
 
@@ -105,30 +111,29 @@ def update(
     cfg: Config,
     step: int,
 ) -> dict[str, float]:
-    """Make one optimizer step on B, these rows of every rank; return its statistics.
+    """Make one optimizer step on B, the `rows` of all ranks; return its statistics.
 
-    `objective` is loss.p3o, or what --objective names. How B is divided into
-    micro-batches and ranks changes e_B and the gradient by rounding alone. A line of
-    metrics.jsonl has the mean of each statistic over the updates of a step. Raises
+    `objective` is loss.p3o, or what --objective names. e_B and the gradient are those
+    of the whole B, on any number of ranks and in parts of any size. Raises
     FloatingPointError, on all ranks, where e_B or the gradient is not finite. A
     collective.
     """
     device = next(policy.parameters()).device
     *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
 
-    # First e_B of the whole batch: no token has its weight before all have their rho.
-    # Only the last part keeps its graph. The others are computed again below, now with
-    # a gradient. So a batch of one part costs one forward pass.
+    # First e_B, which needs rho of all tokens of B. Only the last part keeps its graph.
+    # The others are computed again below, now with a gradient. A single part needs one
+    # forward pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for part in others:
         with torch.no_grad():
-            logp, _ = policy(part)  # log pi_theta, [N, T]
+            logp, _ = policy(part)  # log pi_theta of the sampled tokens, [N, T]
         sums += ratio_sums(logp - part.logp_behavior, part.mask)
     output_of_last = policy(last)
     sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)
     dist.all_reduce(sums)
-    token_count = sums[0].item()  # |B|
-    e_b = effective_sample_size(sums).item()  # (11)
+    token_count, ratio_sum, _ = sums.tolist()  # |B|, and the sums of rho and rho^2
+    e_b = effective_sample_size(sums).item()  # (11): mean[rho]^2 / mean[rho^2]
     if not math.isfinite(e_b):
         raise FloatingPointError(
             f"step {step}: e_B is not finite, as some ratio is not, or is beyond "
@@ -160,7 +165,7 @@ def update(
     return {
         "ess": e_b,
         **{name: total.item() / token_count for name, total in totals.items()},
-        "ratio": sums[1].item() / token_count,
+        "ratio": ratio_sum / token_count,
         "grad_norm": grad_norm,
     }
 
@@ -177,7 +182,7 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problems_at(cfg.seed, len(train.prompts), places)
-    # Evaluations have noise of seed 0, so the rollouts of seed 0 have that of 1.
+    # Evaluations have the noise of seed 0, so rollouts begin at that of seed 1.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -199,68 +204,6 @@ def sample_batch(
     return rollouts
 
 
-class Run(NamedTuple):
-    """What main works with."""
-
-    out: Path
-    train: Split
-    heldout: Split
-    tokenizer: Any
-    engine: Engine
-    evaluator: Engine
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    objective: Callable[..., torch.Tensor]
-    log: Log
-    step: int  # the last one that was done: 0, or that of the checkpoint
-    metrics: dict[str, Any]  # of that step, before its evaluation
-    queue: deque[Rollouts]  # sampled ahead, and not used yet
-
-
-def prepare_run(cfg: Config) -> Run:
-    """Check the flags, the data and the model, then build the engines and the policy.
-
-    What the user can get wrong comes first, before anything slow is built: it raises
-    Refused. A collective.
-    """
-    cfg.model = folder_of(cfg.model)
-    check_out_dir(cfg)
-    objective = find_objective(cfg.objective, cfg.objective_args)
-    tokenizer, train, heldout, max_model_len = load_data(cfg)
-
-    mesh = init_distributed()
-    out = make_out_dir(cfg)
-    engine, evaluator = build_engines(cfg, max_model_len)
-    engine.sleep()  # The policy is built in the memory that this lends out.
-    policy = build_policy(
-        cfg.model, mesh, cfg.dtype, cfg.policy_temperature, cfg.gradient_checkpointing
-    )
-    optimizer = AdamW(
-        policy.parameters(),
-        lr=cfg.learning_rate,
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
-    step, metrics, queue = 0, {"step": 0}, []
-    if cfg.resume:
-        step, metrics, queue = load_checkpoint(out, policy, optimizer)
-    return Run(
-        out=out,
-        train=train,
-        heldout=heldout,
-        tokenizer=tokenizer,
-        engine=engine,
-        evaluator=evaluator,
-        policy=policy,
-        optimizer=optimizer,
-        objective=objective,
-        log=Log(out, tokenizer, cfg.group_size, cfg.steps, done=step),
-        step=step,
-        metrics=metrics,
-        queue=deque(Rollouts(**fields) for fields in queue),
-    )
-
-
 def find_objective(
     name: str, hyper_parameters: dict[str, float | str]
 ) -> Callable[..., torch.Tensor]:
@@ -271,7 +214,7 @@ def find_objective(
     """
     try:
         objective = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
-        # Tried on stand-ins: a copy, if it is an object, which may keep what it saw.
+        # Try it on zeros. Some objectives remember what they saw, so try a copy.
         tensors = (torch.zeros(1, 2) for _ in range(4))
         loss = copy.deepcopy(objective)(*tensors, 1.0, **hyper_parameters)  # [1, 2]
         loss[torch.ones(1, 2).bool()].sum()
@@ -281,6 +224,50 @@ def find_objective(
             f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
         ) from None
     return partial(objective, **hyper_parameters)
+
+
+class PreparedRun:
+    """What main works with."""
+
+    def __init__(self, cfg: Config) -> None:
+        """Check the flags, the data and the model, build the engines and the policy.
+
+        What the user can get wrong comes first, and raises Refused before anything
+        slow is built. With --resume a run is as its newest checkpoint left it. A
+        collective.
+        """
+        cfg.model = folder_of(cfg.model)
+        check_out_dir(cfg)
+        self.tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
+
+        mesh = init_distributed()
+        self.out = make_out_dir(cfg)
+        self.engine, self.evaluator = build_engines(cfg, max_model_len)
+        self.engine.sleep()  # The policy is built in the memory that this lends out.
+        self.policy = build_policy(
+            cfg.model,
+            mesh,
+            cfg.dtype,
+            cfg.policy_temperature,
+            cfg.gradient_checkpointing,
+        )
+        self.optimizer = AdamW(
+            self.policy.parameters(),
+            lr=cfg.learning_rate,
+            weight_decay=cfg.weight_decay,
+            fused=True,
+        )
+        # The last step that was done, its metrics before its evaluation, and the
+        # batches that were sampled ahead.
+        self.step, self.metrics, queue = 0, {"step": 0}, []
+        if cfg.resume:
+            self.step, self.metrics, queue = load_checkpoint(
+                self.out, self.policy, self.optimizer
+            )
+        self.queue = deque(Rollouts(**fields) for fields in queue)
+        self.log = Log(
+            self.out, self.tokenizer, cfg.group_size, cfg.steps, done=self.step
+        )
 
 
 def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
@@ -315,8 +302,8 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 
     One engine does both, unless rollouts are in fp8. Then a second one evaluates, in
     rollout_dtype and without fp8, so that accuracy is that of the policy. vLLM lets
-    only one engine of a process sleep, so the second stays awake. It may sample only
-    while the first is awake, as vLLM keeps one table of positions for both.
+    only one engine of a process sleep, so the second stays awake. The two share a table
+    of positions in vLLM, so the second may sample only while the first is awake.
     """
     build = partial(
         Engine,
@@ -339,36 +326,24 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     return engine, evaluator
 
 
-def finish_step(step: int, metrics: dict[str, Any], run: Run, cfg: Config) -> None:
-    """Save the model after the last step, evaluate if that is due, and log the step.
+def save_and_evaluate(step: int, run: PreparedRun, cfg: Config) -> dict[str, float]:
+    """Save the model after the last step, and evaluate the policy where that is due.
 
-    What was learned is on the disk before the evaluation, which may fail. A resumed run
-    begins with this, for the step of its checkpoint. A collective.
+    Returns its held-out accuracy, if it was evaluated. The model is saved first, as an
+    evaluation may fail. A resumed run begins with this, for the step of its checkpoint.
+    A collective.
     """
     if step == cfg.steps:
-        weights = full_weights(run.policy)
-        folder, dtype = run.out / "model", run.policy.stored_dtype
-        save_model(run.policy.model, weights, run.tokenizer, folder, dtype)
-    if step == 0 or is_due(cfg.eval_every, step, cfg):
-        metrics = metrics | evaluate_policy(
-            run.evaluator, run.policy, run.heldout, cfg, step
-        )
-    run.log.write(metrics)
-
-
-def evaluate_policy(
-    evaluator: Engine, policy: Policy, heldout: Split, cfg: Config, step: int
-) -> dict[str, float]:
-    """Held-out accuracy of the policy after a step, sampled and greedy.
-
-    Under fp8 the sync has not reached the evaluator, which is a second engine. A
-    collective.
-    """
+        weights, folder = full_weights(run.policy), run.out / "model"
+        save_model(run.policy.model, weights, run.tokenizer, folder)
+    if step > 0 and not is_due(cfg.eval_every, step, cfg):
+        return {}
     if cfg.rollout_quantization != "none":
-        evaluator.load_weights(full_weights(policy), version=str(step))
-        check_sync(evaluator, policy, heldout.prompts)
+        # The evaluator is a second engine, which the sync has not reached.
+        run.evaluator.load_weights(full_weights(run.policy), version=str(step))
+        check_sync(run.evaluator, run.policy, run.heldout.prompts)
     return heldout_accuracy(
-        evaluator, heldout, cfg.policy_temperature, cfg.max_response_tokens
+        run.evaluator, run.heldout, cfg.policy_temperature, cfg.max_response_tokens
     )
 
 
@@ -407,11 +382,10 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    A single response may be longer. The longest sequence of all ranks sets how many
-    responses a part holds. So every rank has equally many parts, as FSDP needs all
-    ranks in every forward pass. Every part has rows, as Config makes sure that every
-    rank has equally many prompts in a minibatch. Responses are sorted by length, so
-    that little of a part is padding. A collective.
+    A single response may be longer. FSDP needs all ranks in every forward pass. So the
+    longest sequence of all ranks sets how many responses a part holds, and as Config
+    gives all ranks equally many, they have equally many parts. Responses are sorted by
+    length, so that little of a part is padding. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()

@@ -217,14 +217,14 @@ def save_model(
     weights: Iterable[tuple[str, torch.Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    dtype: torch.dtype = torch.float32,
 ) -> None:
     """A folder that transformers and vLLM load, written whole and then renamed.
 
-    `weights` are those of policy.full_weights, which rank 0 keeps in main memory, and
-    `dtype` is what they are stored in, a tied head once. A collective. Raises Stopped
-    where it cannot be written.
+    `weights` are those of policy.full_weights, which rank 0 keeps in main memory. They
+    are stored in the dtype of the model's config, a tied head once. A collective.
+    Raises Stopped where it cannot be written.
     """
+    dtype = model.config.dtype
     kept = {}
     for name, weight in weights:
         if dist.get_rank() == 0 and name not in model.all_tied_weights_keys:

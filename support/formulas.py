@@ -18,12 +18,11 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-# What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, a
-# transpose, the base of a numeral, a ratio of three, and [5], which is no 5. These are
-# equal to their own text alone.
-UNREADABLE = re.compile(
-    r"mod|equiv|phantom|dots|'|\^\{?(?:T|\\top)\b|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$"
-)
+# What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, the
+# base of a numeral, a ratio of three, and [5], which is no 5. These are equal to their
+# own text alone.
+UNREADABLE = re.compile(r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$")
+POWER = re.compile(r"\^\{[^{}]*\}$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
 NOT_FINITE = sympy.oo, sympy.zoo, sympy.nan
 DIGITS = 1000  # with which numbers that are not rational are compared
@@ -39,14 +38,16 @@ class Reader(_Latex2Sympy):
     def convert_postfix_list(self, factors: list[Any], _: int = 0) -> Any:
         r"""What stands side by side is multiplied. Only 2\frac{3}{4} is a sum.
 
-        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}.
+        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}. In 2^{3}5 the
+        brace ends the power.
         """
         texts = [factor.getText() for factor in factors]
         values = [self.convert_postfix(factor) for factor in factors]
         if MIXED_NUMBER.fullmatch("".join(texts[:2])) and values[1] < 1:
             values[:2] = [sum(values[:2])]
         for left, right in itertools.pairwise(texts):
-            if re.search(r"\d\}*$", left) and re.match(r"\{*[\d.]", right):
+            ends_in_digit = re.search(r"\d\}*$", left) and not POWER.search(left)
+            if ends_in_digit and re.match(r"\{*[\d.]", right):
                 raise ValueError("a number beside a number")
         return functools.reduce(operator.mul, values)
 

@@ -38,8 +38,10 @@ NAMES = {
         r"text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|"
         r"boldsymbol|underline|operatorname"
     ),
+    # min and sec are units where nothing follows.
     "FUNCTION": (
-        r"sqrt|a?r?c?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|pi|max|min|gcd|lcm"
+        r"sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|"
+        r"(?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))"
     ),
     "WORD": r"(?=\w*[aeiouy])[a-zA-Z]{4,}",
     # A unit behind a number, with the dot or bracket and the power behind it.
@@ -90,11 +92,13 @@ REWRITES = r"""
 \\text\{([^{}]*\d[^{}]*|[^{}a-zA-Z~][^{}a-zA-Z]*)\} -> \1
 ^\\text\{~*\}|\\text\{~*\}~*(?=\\text|$) ->
 # \text{gcd}(4,6), sqrt(3), pi/2
-\\text\{(FUNCTION)\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?![a-zA-Z]) -> \\\1\2~
+\\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?![a-zA-Z]) -> \\\1\2~
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # Sunday, 18 dollars, 64 square feet
 (?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
+# {15\text{ cm}^2}, but {n \choose 2}
+^\{(?!.*\\(?:over|choose))((?:[^{}]|GROUP)*)\}$ -> \1
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3
@@ -120,7 +124,7 @@ REWRITES = r"""
 °(?!~*\d) ->
 # 5:30\text{ p.m.}, 5:30 p.m.
 ~*(?:\\text\{~*)?(?<!\\)\b([ap])\.~?m\b\.?~*\}? -> \\text{\1m}
-# 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
+# 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples), 2\text{ min}
 (?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*UNIT~*)+(?=,|$) ->
 # 15cm, 12\pi cm^2
 (?:(?<=\d)|(?<=\\pi))~*(?:SHORT)(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
@@ -132,17 +136,22 @@ _~*(\w) -> _{\1}
 \\text\{~*\(?([a-zA-Z])\)?\.?~*\} -> \1
 ^([A-Z]{2,}|[Nn]o|(?=\w*[eiou])[a-zA-Z]{3})$ -> \\text{\1}
 \\text\{~*([^{}]*?)[~.]*\} -> \\text{\1}
-# \text{all real numbers}, \varnothing, \varepsilon
+# \text{all real numbers}, \varnothing, \varepsilon, x \not= 3
 \\text\{[aA]ll~real~numbers\} -> \\mathbb{R}
 \\varnothing -> \\emptyset
 \\varepsilon -> \\epsilon
-# I_1, e_1, which are no constants
-(?<![\\a-zA-Z{])([eE](?=_)|I)(?![a-z]) -> \\mathit{\1}
-# f'
+\\not~*= -> \\ne~
+# I_1, e_1, which are no constants; \hbar
+((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
+\\hbar(?![a-z]) -> h_{bar}
+# f', and A^T, which is no power
 (?<=[a-zA-Z])' -> _{prime}
+\^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
 # 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
 (?<![\w.}^])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
                                                                     Arguments
+# -3./2, np.arcsin(10/13)
+\bnp\.|(?<=\d)\.(?=[/*+}]) ->
 # 2 x 10^3, √53, \pi(2)
 (?<=\d)~*x~*(?=10\^) -> \\times~
 √(\d+) -> \\sqrt{\1}

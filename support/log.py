@@ -81,13 +81,10 @@ class Log:
         yield
         self.seconds[name] += time.perf_counter() - start
 
-    def metrics_of(
-        self, step: int, rollouts: Any, updates: list[dict[str, float]]
-    ) -> dict[str, Any]:
-        """What a step did: its line of metrics.jsonl, without an evaluation.
+    def metrics_of(self, step: int, rollouts: Any) -> dict[str, Any]:
+        """The metrics of a step's batch, and what the step took: seconds and memory.
 
-        `rollouts` is a rollout.Rollouts, from which rank 0 keeps samples, and `updates`
-        are the statistics of train.update. A collective.
+        `rollouts` is a rollout.Rollouts, from which rank 0 keeps samples. A collective.
         """
         per_response = torch.stack(
             [
@@ -111,10 +108,6 @@ class Log:
             "truncated": truncated.mean().item(),
             "entropy": -logp.sum().item() / length.sum().item(),
         }
-        for name in updates[0]:
-            metrics[name] = sum(stats[name] for stats in updates) / len(updates)
-        metrics["ess_min"] = min(stats["ess"] for stats in updates)
-        metrics["mismatch_mean"] = updates[0]["mismatch_mean"]
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
         metrics["peak_memory_gb"] = peak_memory_gb()
         self.seconds.clear()

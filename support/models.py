@@ -114,6 +114,12 @@ def check_heads(model: str, config: Any, tp: int) -> None:
         raise Refused(
             f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
         )
+    for name in ("num_attention_heads", "max_position_embeddings"):
+        if not hasattr(config, name):
+            raise Refused(
+                f"{model} is of type {config.model_type}, whose config has no {name}: "
+                "give a model of another type"
+            )
     heads = config.num_attention_heads
     key_heads = key_heads_of(config)
     # A rank has several of the key heads, or several ranks have one.

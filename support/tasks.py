@@ -139,8 +139,10 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
         if problem["prompt"] and is_accepted:
             kept.append(problem)
             continue
-        if not problem["prompt"] or not gold:
-            reason = "no answer" if problem["prompt"] else "no problem"
+        if not problem["prompt"]:
+            reason = "no problem"
+        elif not gold:
+            reason = "no answer, as text or number"
         elif len(gold) > MAX_LENGTH:
             reason = f"an answer of over {MAX_LENGTH} characters"
         else:

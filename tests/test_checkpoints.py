@@ -1,5 +1,6 @@
 """Checkpoints, the log and the model: whole on the disk, whenever a save ends."""
 
+import re
 import resource
 import shutil
 import subprocess
@@ -14,21 +15,29 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import support.checkpoints
 from policy import build_policy, full_weights
 from support.checkpoints import (
+    config_of,
     load_checkpoint,
     make_out_dir,
     save_checkpoint,
     save_model,
-    take_folder,
 )
 from support.command import Refused, Stopped
 from support.config import Config
-from support.log import append_row, keep_steps
+from support.log import (
+    Log,
+    append_row,
+    draw_curves,
+    duration,
+    keep_steps,
+    peak_memory_gb,
+)
 
 
 def names(out: Path) -> list[str]:
@@ -237,9 +246,7 @@ def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_mode
     model.save_pretrained(folder)
     policy = build_policy(str(folder), group)  # which has float32
     tokenizer, saved = AutoTokenizer.from_pretrained("tiny"), tmp_path / "model"
-    save_model(
-        *(policy.model, full_weights(policy), tokenizer, saved), policy.stored_dtype
-    )
+    save_model(policy.model, full_weights(policy), tokenizer, saved)
     weights = load_file(saved / "model.safetensors")
     # bfloat16 numbers are the same ones after float32.
     expected = load_file(folder / "model.safetensors")
@@ -251,8 +258,9 @@ def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_mode
     assert len({path.stat().st_mode for path in saved.iterdir()}) == 1
 
 
-def test_a_folder_in_which_another_run_is_at_work_is_refused(tmp_path):
+def test_a_folder_in_which_another_run_is_at_work_is_refused(group, tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    cfg = Config(out_dir=str(tmp_path), resume=True)
     # Another process has the lock until it ends.
     code = "import fcntl; file = open('config.json', 'r+')\n"
     code += "fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
@@ -261,9 +269,9 @@ def test_a_folder_in_which_another_run_is_at_work_is_refused(tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, **pipes) as other:
         other.stdout.readline()
         with pytest.raises(Refused, match="another run is at work there"):
-            take_folder(tmp_path)
+            make_out_dir(cfg)
         other.kill()
-    take_folder(tmp_path)
+    assert make_out_dir(cfg) == tmp_path
 
 
 def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path):
@@ -275,8 +283,105 @@ def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path
 
 def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypatch):
     monkeypatch.setattr(support.checkpoints, "SECONDS_UNSEEN", 1)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # rank 0 makes it elsewhere
+    # Rank 0 makes it elsewhere, and gives it its name.
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(
+        dist, "broadcast_object_list", lambda named: named.__setitem__(0, "runs/r0")
+    )
     with pytest.raises(
-        Refused, match="run is not on .*: give a folder on a file system"
+        Refused, match="runs/r0 is not on .*: give a folder on a file system"
     ):
-        make_out_dir(Config(out_dir=str(tmp_path / "run")))
+        make_out_dir(Config())
+
+
+def test_config_json_has_the_variables_that_change_a_run_and_no_key(monkeypatch):
+    for name in "VLLM_CPU_X", "OMP_X", "TORCH_X", "CUDA_X", "VLLM_API_KEY", "HF_TOKEN":
+        monkeypatch.setenv(name, "1")
+    names = config_of(Config())["environment"]
+    assert {"VLLM_CPU_X", "OMP_X", "TORCH_X", "CUDA_X"} <= set(names)
+    assert not {"VLLM_API_KEY", "HF_TOKEN"} & set(names)
+
+
+# What the log tells
+
+
+def test_the_seconds_of_a_phase_add_up_within_a_step(group, tmp_path, monkeypatch):
+    clock = iter([0, 1, 3, 10, 15])
+    monkeypatch.setattr(
+        support.log, "time", SimpleNamespace(perf_counter=lambda: next(clock))
+    )
+    log = Log(tmp_path, None, 2, 2, done=0)
+    for _ in range(2):
+        with log.phase("update"):
+            pass
+    rollouts = SimpleNamespace(
+        reward=torch.tensor([0.0, 1.0]),
+        mask=torch.ones(2, 3).bool(),
+        truncated=torch.zeros(2),
+        logp_behavior=torch.zeros(2, 3),
+        weight_version="0",
+        text=[],
+    )
+    seconds = [log.metrics_of(step, rollouts)["update_seconds"] for step in (1, 2)]
+    assert seconds == [2 + 5, 0]
+
+
+def test_a_line_has_the_seconds_of_its_step_and_the_time_left_of_a_resumed_run(
+    group, tmp_path, monkeypatch, capsys
+):
+    for name in "metrics.jsonl", "samples.jsonl":
+        (tmp_path / name).write_text("")
+    # It was evaluated at 1000 s, and step 4 took 300 s, step 5 500 s. Four are left.
+    clock = iter([0, 1000, 1300, 1800])
+    monkeypatch.setattr(
+        support.log, "time", SimpleNamespace(perf_counter=lambda: next(clock))
+    )
+    log = Log(tmp_path, None, 2, 9, done=3)
+    row = {"reward": 0.5, "ess": 0.9, "kl": 0.01, "response_tokens": 7.0}
+    for step in 3, 4, 5:
+        log.write({"step": step, **row})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("  500.0 s  27 min left")  # 4 times 400 s
+
+
+@pytest.mark.parametrize(
+    "seconds, said",
+    [
+        (99, "99 s"),
+        (100, "2 min"),
+        (5999, "100 min"),
+        (6000, "1.7 h"),
+        (36000, "10.0 h"),
+    ],
+)
+def test_seconds_are_said_in_the_unit_that_people_use(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_peak_memory_is_that_of_the_kernel_in_gb():
+    status = Path("/proc/self/status").read_text()
+    [kilobytes] = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    assert peak_memory_gb() == pytest.approx(int(kilobytes) / 2**20, rel=0.01)
+
+
+def test_the_figure_has_the_numbers_of_the_log(monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    of_step = {"reward": 0.3, "ess": 0.75, "kl": 0.02, "entropy": 1.5}
+    rows = [
+        {"step": 0, "heldout_pass@1": 0.4, "heldout_greedy": 0.2},
+        {"step": 1, **of_step},
+        {"step": 2, **of_step, "heldout_pass@1": 0.6, "heldout_greedy": 0.9},
+    ]
+    draw_curves(rows, Path("curves.png"))
+    lines = [line for axis in figures[0].axes for line in axis.lines]
+    assert [line.get_xydata().T.tolist() for line in lines] == [
+        [[0, 2], [0.4, 0.6]],
+        [[0, 2], [0.2, 0.9]],
+        [[1, 2], [0.3, 0.3]],
+        [[1, 2], [0.25, 0.25]],  # 1 - e_B
+        [[1, 2], [0.02, 0.02]],
+        [[1, 2], [1.5, 1.5]],
+    ]

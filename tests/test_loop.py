@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NONE_COMPLETE, SOME_COMPLETE, refusal_of
+from conftest import KEPT, NONE_COMPLETE, SOME_COMPLETE, refusal_of
 from launch import read_metrics, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,15 +22,15 @@ from experiments.objectives import dapo
 from reward import score
 from rollout import Rollouts
 from support.command import Refused, parse_flags
-from support.log import Log
+from support.log import PHASES, Log
 from support.tasks import Split, load_task
 from train import (
     Config,
     build_engines,
-    evaluate_policy,
     load_data,
     problems_at,
     sample_batch,
+    save_and_evaluate,
 )
 
 # Which problems
@@ -219,6 +219,7 @@ def record(train_here, monkeypatch) -> Any:
                     stats=stats,
                     rate=of_weights["lr"],
                     decay=of_weights["weight_decay"],
+                    asleep=KEPT[-1].asleep,
                 )
             )
             return stats
@@ -269,6 +270,8 @@ def test_each_pass_goes_through_every_response_once(record):
     run = record("--steps=1", "--prompts_per_step=6", "--minibatches=3", "--passes=2")
     rows = [updated.rows for updated in run.updates]
     assert [len(each) for each in rows] == [8] * 6
+    # Without a warm-up the first update has the rate of the others.
+    assert {updated.rate for updated in run.updates} == {2e-3}
     for rows_of_pass in rows[:3], rows[3:]:
         assert sorted(torch.cat(rows_of_pass).tolist()) == list(range(24))
 
@@ -284,6 +287,7 @@ def test_a_minibatch_has_whole_groups_in_their_order(record):
 def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
     run = record("--steps=3", "--minibatches=1", SOME_COMPLETE)
     assert [row["weight_version"] for row in run.metrics] == ["0", "1", "2"]
+    assert all(updated.asleep for updated in run.updates)  # The engine lends memory.
     assert min(row["ess"] for row in run.metrics) > 0.9999
     assert max(row["mismatch_mean"] for row in run.metrics) < 1e-6
 
@@ -319,15 +323,12 @@ def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record
 
 def test_the_rate_warms_up_over_updates_and_weights_decay_as_configured(record):
     run = record(
-        *(
-            "--steps=2",
-            "--warmup_updates=3",
-            "--learning_rate=0.1",
-            "--weight_decay=0.3",
-        )
+        *("--steps=2", "--minibatches=2", "--passes=2", "--warmup_updates=6"),
+        *("--learning_rate=0.1", "--weight_decay=0.3"),
     )
     rates = [updated.rate for updated in run.updates]
-    assert rates == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.1])
+    # Four updates a step: the sixth is the second one of step 2.
+    assert rates == pytest.approx([min(n, 6) / 60 for n in range(1, 9)])
     assert {updated.decay for updated in run.updates} == {0.3}
 
 
@@ -340,13 +341,14 @@ def test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(record):
 
 def test_the_policy_has_the_settings_of_the_run(train_here, monkeypatch):
     def build(model, mesh, *settings):
-        raise LookupError(model, *settings)
+        raise LookupError(model, *settings, KEPT[-1].asleep)
 
     monkeypatch.setattr(train, "build_policy", build)
     flags = "--dtype=bfloat16", "--policy_temperature=0.7", "--gradient_checkpointing"
     with pytest.raises(LookupError) as given:
         train_here(*flags)
-    assert given.value.args == ("tiny", "bfloat16", 0.7, True)
+    # It is built in the memory of an engine that sleeps.
+    assert given.value.args == ("tiny", "bfloat16", 0.7, True, True)
 
 
 # 5 evaluate
@@ -357,12 +359,13 @@ def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
 ):
     # Neither depends on how rollouts are sampled.
     cfg = Config(temperature=1.4, top_p=0.5, policy_temperature=0.8)
-    evaluate_policy(engine, policy, few, cfg, step=3)
-    [call] = asked
-    assert call.pop("prompts") == few.prompts * 2
-    assert call.pop("temperature") == [0.8] * 9 + [0.0] * 9
-    assert len(call.pop("seeds")) == 18
-    assert call == {"n": 1, "max_tokens": cfg.max_response_tokens}
+    run = SimpleNamespace(evaluator=engine, policy=policy, heldout=few)
+    save_and_evaluate(step=0, run=run, cfg=cfg)
+    assert [call.pop("temperature") for call in asked] == [0.8, 0.0]
+    for call in asked:
+        assert call.pop("prompts") == few.prompts
+        assert len(call.pop("seeds")) == 9
+        assert call == {"n": 1, "max_tokens": cfg.max_response_tokens}
 
 
 OF_ENGINES = {
@@ -452,6 +455,10 @@ def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run
     for name, title in ("pass@1", "sampled"), ("greedy", "greedy "):
         values = before[f"heldout_{name}"], last[f"heldout_{name}"]
         assert "held-out pass@1, {}{:8.3f}{:8.3f}".format(title, *values) in lines
+    table = [line.split() for line in lines if line.startswith("seconds in")]
+    for (*_, phase, seconds), name in zip(table, PHASES, strict=True):
+        expected = sum(row[f"{name}_seconds"] for row in run.metrics[1:])
+        assert (phase, seconds) == (name, f"{expected:.1f}")
 
 
 def test_a_run_leaves_the_files_that_it_promises(run):
@@ -463,7 +470,7 @@ def test_a_run_leaves_the_files_that_it_promises(run):
     assert (run.out / "curves.png").stat().st_size > 10_000
     for row in run.metrics[1:]:
         assert row["weight_version"] == str(row["step"] - 1)
-        assert row["update_seconds"] > 0
+        assert min(row[f"{phase}_seconds"] for phase in PHASES) > 0
         assert row["peak_memory_gb"] > 0
 
 

@@ -174,6 +174,11 @@ def test_a_model_that_cannot_be_shared_or_trained_is_refused(
     assert sentence.format(folder) in refused
 
 
+def test_a_type_whose_config_tells_no_context_length_is_refused(folder):
+    (folder / "config.json").write_text('{"model_type": "bloom", "n_head": 4}')
+    assert "bloom, whose config has no max_position_embeddings" in refusal(folder)
+
+
 def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 

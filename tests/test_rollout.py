@@ -221,6 +221,7 @@ SIZE = {
     "head_dim": 32,
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
+    "attention_dropout": 0.1,  # which nothing here may use
 }
 
 
@@ -275,6 +276,12 @@ def test_a_run_of_two_steps_with_each_type_ends(model_type, train_here, tmp_path
     few = ["--prompts_per_step=2", "--group_size=2", NONE_COMPLETE]
     rows = train_here(f"--model={folder}", "--steps=2", *few)
     assert rows[2]["mismatch_mean"] < AGREE
+
+
+def test_no_dropout_of_a_models_config_acts(engine, group, prompts, tmp_path):
+    rollouts = sample(engine, prompts[:4])
+    policy = build_policy(random_model("llama", tmp_path), group)
+    assert torch.equal(policy(rollouts)[0], policy(rollouts)[0])
 
 
 def saved_sizes(policy: Policy, rollouts: Rollouts) -> list[int]:
@@ -375,8 +382,10 @@ def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_ran
         assert alone.text == sum(expected, [])
     # Response 1 to a prompt has the noise of seed + 1.
     assert together.text[0] != together.text[1]
-    second = engine.sample([prompts[0]], 1, [seeds[0] + 1], max_tokens=64)
-    assert second.text == together.text[1:2]
+    others = [seeds[0] + 1, seeds[1]]
+    again = engine.sample([prompts[0]] * 2, 1, others, max_tokens=64)
+    assert again.text[0] == together.text[1]
+    assert again.text[1] not in together.text[:2]
 
 
 def test_runs_of_different_seeds_share_no_noise():

@@ -4,6 +4,7 @@ e_B and the gradient are held against plain autograd on the whole batch, on one 
 on two, in micro-batches of any size. And the optimizer: its rate, clipping, decay.
 """
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from loss import (
 )
 from policy import Policy, build_policy
 from rollout import Rollouts
-from train import micro_batches
+from train import Config, kl_of_positions, micro_batches
 
 CPU = torch.device("cpu")
 
@@ -145,6 +146,26 @@ def test_under_top_k_the_kl_is_over_what_pi_b_can_sample(
     expected = kl_divergence(*of_two)[rollouts.mask].mean().item()
     assert stats["kl"] == pytest.approx(expected, rel=1e-4)
     assert expected > 0.01
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, 1 / 4 * math.log(2)),
+        ({"top_p": 0.9}, 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)),
+        ({"top_k": 2}, 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)),
+    ],
+)
+def test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set(
+    fields, expected
+):
+    # Two of three tokens are listed: pi_theta = (1/2, 1/4 | 1/4), pi_b = (1/4, 1/4 |
+    # 1/2). All three give 1/2 log 2 + 1/4 log 1 + 1/4 log 1/2. The two alone are (2/3,
+    # 1/3) and (1/2, 1/2).
+    logp = torch.tensor([[[1 / 2, 1 / 4]]]).log()
+    part = SimpleNamespace(top_logp_behavior=torch.tensor([[[1 / 4, 1 / 4]]]).log())
+    kl = kl_of_positions(logp, part, Config(**fields))
+    assert kl.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.fixture(scope="module")

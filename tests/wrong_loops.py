@@ -263,8 +263,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "|B| of one rank": Mistake(
         train.update,
-        "token_count = sums[0].item()",
-        "token_count = rollouts.mask[rows].sum().item()",
+        "token_count, ratio_sum, _ = sums.tolist()",
+        "token_count, ratio_sum = rollouts.mask[rows].sum().item(), sums[1].item()",
         [TWO_RANKS],
     ),
     "e_B of the update before": Mistake(
@@ -322,7 +322,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: the loop
     "AdamW's default weight decay": Mistake(
-        train.prepare_run, "weight_decay=cfg.weight_decay,", "", [RATES]
+        train.PreparedRun.__init__, "weight_decay=cfg.weight_decay,", "", [RATES]
     ),
     "a warm-up that never ends": Mistake(
         train.set_learning_rate,
@@ -334,13 +334,13 @@ MISTAKES: dict[str, Mistake] = {
         train.set_learning_rate, "+ updates_of_step", "", [RATES]
     ),
     "the objective ignored": Mistake(
-        train.prepare_run,
+        train.main,
         "find_objective(cfg.objective, cfg.objective_args)",
         'find_objective("p3o", {})',
         ["test_loop.test_every_update_has_the_objective_of_the_run"],
     ),
     "policy_temperature ignored": Mistake(
-        train.prepare_run, "cfg.policy_temperature", "1.0", [HOT_POLICY]
+        train.PreparedRun.__init__, "cfg.policy_temperature", "1.0", [HOT_POLICY]
     ),
     "a queue that is one batch short": Mistake(
         train.main, "len(queue) <= cfg.lag", "len(queue) <= max(0, cfg.lag - 1)", [LAG]
@@ -363,8 +363,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the first sync unchecked": Mistake(
         train.main,
-        "check_sync(engine, policy, run.train.prompts)\n    finish",
-        "finish",
+        "check_sync(engine, policy, run.train.prompts)\n    log",
+        "log",
         [KEEPS_WEIGHTS],
     ),
     "later syncs unchecked": Mistake(
@@ -382,17 +382,17 @@ MISTAKES: dict[str, Mistake] = {
     "an evaluation before the checkpoint": Mistake(
         train.main,
         "        if cfg.save_every and",
-        "        finish_step(step, metrics, run, cfg)\n        if cfg.save_every and",
+        "        save_and_evaluate(step, run, cfg)\n        if cfg.save_every and",
         ["test_resume.test_an_evaluation_that_fails_costs_no_step"],
     ),
     # train.py: evaluation
     "held-out accuracy at the temperature of the rollouts": Mistake(
-        train.evaluate_policy, "cfg.policy_temperature", "cfg.temperature", [HELDOUT]
+        train.save_and_evaluate, "cfg.policy_temperature", "cfg.temperature", [HELDOUT]
     ),
     "greedy accuracy that is sampled": Mistake(
         eval.heldout_accuracy,
-        "[0.0] * problems",
-        "[1.0] * problems",
+        '("greedy", 0.0)',
+        '("greedy", 1.0)',
         [HELDOUT],
     ),
     "the fp8 copy of the policy evaluated": Mistake(
@@ -402,18 +402,18 @@ MISTAKES: dict[str, Mistake] = {
         train.build_engines, 'load_format="dummy"', 'load_format="auto"', [ENGINES]
     ),
     "an evaluator without the newest weights": Mistake(
-        train.evaluate_policy,
-        SYNC.replace("engine", "evaluator"),
-        "hasattr(policy, 'sent') or evaluator.load_weights(full_weights(policy), '0')"
-        "; policy.sent = True",
+        train.save_and_evaluate,
+        "run.evaluator.load_weights(full_weights(run.policy), version=str(step))",
+        "if step == 0:\n"
+        "            run.evaluator.load_weights(full_weights(run.policy), version='0')",
         [
             "test_sync."
             "test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then"
         ],
     ),
     "the sync of the evaluator unchecked": Mistake(
-        train.evaluate_policy,
-        "check_sync(evaluator, policy, heldout.prompts)",
+        train.save_and_evaluate,
+        "check_sync(run.evaluator, run.policy, run.heldout.prompts)",
         "pass",
         ["test_sync.test_a_run_whose_evaluator_keeps_its_weights_stops"],
     ),
@@ -423,9 +423,27 @@ MISTAKES: dict[str, Mistake] = {
         "if cfg.top_p < 1:",
         ["test_train.test_under_top_k_the_kl_is_over_what_pi_b_can_sample"],
     ),
+    "no bucket for the tokens that are not listed": Mistake(
+        train.kl_of_positions,
+        "cfg.top_p < 1",
+        "cfg.top_p <= 1",
+        [
+            "test_train."
+            "test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set"
+        ],
+    ),
+    "an engine that keeps its memory during the update": Mistake(
+        train.main, "engine.sleep()", "pass", [ON_POLICY]
+    ),
     # support/log.py
+    "the seconds of the steps before": Mistake(
+        support.log.Log.metrics_of,
+        "self.seconds.clear()",
+        "pass",
+        ["test_checkpoints.test_the_seconds_of_a_phase_add_up_within_a_step"],
+    ),
     "the largest e_B for the smallest": Mistake(
-        support.log.Log.metrics_of, 'min(stats["ess"]', 'max(stats["ess"]', [METRICS]
+        train.main, 'min(stats["ess"]', 'max(stats["ess"]', [METRICS]
     ),
     "groups that are solved, not those with a signal": Mistake(
         support.log.Log.metrics_of, "> groups.amin(dim=1)", "> 0", [METRICS]
@@ -434,7 +452,7 @@ MISTAKES: dict[str, Mistake] = {
         support.log.Log.metrics_of, "length.mean()", "length.max()", [METRICS]
     ),
     "the mismatch of the last update": Mistake(
-        support.log.Log.metrics_of,
+        train.main,
         'updates[0]["mismatch_mean"]',
         'updates[-1]["mismatch_mean"]',
         [METRICS],
@@ -454,6 +472,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the KL's K tokens shifted by one": Mistake(
         policy.Policy.forward, "logp[:, 1:]", "logp[:, :-1]", [LOG_SOFTMAX]
+    ),
+    "the dropout of the model's config": Mistake(
+        policy.build_policy,
+        "setattr(config, name, 0.0)",
+        "pass",
+        ["test_rollout.test_no_dropout_of_a_models_config_acts"],
     ),
     "gradient checkpointing left out": Mistake(
         policy.build_policy,
@@ -549,6 +573,18 @@ MISTAKES: dict[str, Mistake] = {
         ],
     ),
     # support/checkpoints.py
+    "a folder for each rank": Mistake(
+        support.checkpoints.make_out_dir,
+        "dist.broadcast_object_list(named)",
+        "pass",
+        ["test_checkpoints.test_a_folder_that_a_node_does_not_see_is_refused"],
+    ),
+    "two runs at work in one folder": Mistake(
+        support.checkpoints.make_out_dir,
+        "take_folder(out)",
+        "pass",
+        ["test_checkpoints.test_a_folder_in_which_another_run_is_at_work_is_refused"],
+    ),
     "a resume that forgets the moments": Mistake(
         support.checkpoints.load_checkpoint,
         "dcp.load(state,",
