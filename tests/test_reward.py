@@ -226,6 +226,8 @@ x \ne 3 == x \not= 3
 2000 == 2 x 10^3
 3.5 == \nicefrac{7}{2}
 \binom{n}{2} == \tbinom n2
+\frac{a}{b+1} == {a \over b+1}
+2f'(x)=y == y=f'(x)+f'(x)
 15 == {15\text{ cm}^2}
 """
 for line in SPELLINGS.strip().splitlines():
