@@ -87,9 +87,9 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     bound. It grows with K, and is the KL itself when K is the vocabulary. Its gradient
     goes to logp, through the bucket as well.
 
-    The bucket holds 1 - sum(p). Where the listed tokens hold nearly everything, this is
-    only the rounding of float32 logarithms, about 1e-6. So both policies' buckets are
-    raised to REST_FLOOR, which can only lower the KL and weaken its pull.
+    The bucket holds 1 - sum(p). Where the listed tokens hold nearly everything, that is
+    float32 rounding, about 1e-6. So both policies' buckets are raised to REST_FLOOR,
+    which can only lower the KL and weaken its pull.
 
     It is +inf if pi_theta may sample a listed token that pi_b never samples.
     """

@@ -48,8 +48,8 @@ class Policy(torch.nn.Module):
 
         [N, T] and [N, T, K], in nats, float32, with 0 where the mask is False. The head
         is applied in float32 (or TF32: see build_policy), to response positions alone,
-        CHUNK of them at a time, and once more in the backward pass: no tensor of size
-        tokens x vocabulary is kept.
+        CHUNK of them at a time. The backward pass computes their logits again, so that
+        none are kept.
         """
         # Padding on the right needs no attention mask: no token sees a later one.
         output = self.model.base_model(input_ids=rollouts.tokens, use_cache=False)

@@ -106,7 +106,7 @@ class Engine:
             # vLLM reads the variable too late for some of its first messages.
             logging.getLogger("vllm").setLevel("ERROR")
             warnings.filterwarnings("ignore", category=FutureWarning)
-        # On a CPU it would win over kv_cache_gb.
+        # On a CPU this variable would override kv_cache_gb.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # Not at the top of the file: it takes seconds, and reads the variables above.
         from transformers import AutoConfig
@@ -213,7 +213,7 @@ class Engine:
                 SamplingParams(
                     n=n,
                     seed=seed % 2**31,
-                    # Only for this rank's own prompts, as they take 2 KB a token.
+                    # For this rank's own prompts alone, as they take 2 KB a token.
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,
@@ -257,7 +257,7 @@ class Engine:
             tokens=pad_sequence(sequences, batch_first=True),
             prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
             mask=torch.arange(all_logp.shape[1]) < length[:, None],
-            logp_behavior=all_logp[:, :, 0],
+            logp_behavior=all_logp[:, :, 0],  # the sampled token's
             top_tokens=all_tokens[:, :, 1:],
             top_logp_behavior=all_logp[:, :, 1:],
             truncated=torch.tensor([r.finish_reason == "length" for r in responses]),

@@ -66,13 +66,13 @@ def main() -> None:
     log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
         # 1 Rollout, 2 reward: batches are sampled `lag` steps before they are used, and
-        # wait in the queue. At lag 4 step 8 samples that of step 12, with weights 7.
+        # wait in the queue. At lag 4 step 8 samples step 12's batch, with weights 7.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
 
-        # 3 Update: the ranks' first minibatches together are the first groups of the
-        # batch, for any number of ranks: rank r of w has the groups r, r + w, ...
+        # 3 Update: rank r of w has the groups r, r + w, ... of the batch. So the first
+        # minibatches of all ranks hold the same groups together, for any w.
         engine.sleep()  # It lends its memory to the trainer.
         rows_of_rank = torch.arange(len(rollouts.text))
         minibatches = rows_of_rank.chunk(cfg.minibatches)
@@ -83,13 +83,14 @@ def main() -> None:
                 stats = update(policy, optimizer, objective, rollouts, rows, cfg, step)
             updates.append(stats)
 
-        # 4 Sync. Every few steps check_sync ends all ranks if engine and policy differ.
+        # 4 Sync. Every few steps check_sync compares engine and policy, and ends all
+        # ranks if they are further apart than rounding explains.
         with log.phase("sync"):
             engine.load_weights(full_weights(policy), version=str(step))
         if is_due(SYNC_CHECK_EVERY, step, cfg):
             check_sync(engine, policy, run.train.prompts)
 
-        # 5 Save, evaluate, log
+        # 5 Save, evaluate, log. Each statistic is the mean over the updates, e_B too.
         metrics = log.metrics_of(step, rollouts)
         for name in updates[0]:
             metrics[name] = fmean(stats[name] for stats in updates)
@@ -110,7 +111,7 @@ def update(
     cfg: Config,
     step: int,
 ) -> dict[str, float]:
-    """Make one optimizer step on B, these rows of every rank; return its statistics.
+    """Make one optimizer step on B, the `rows` of all ranks; return its statistics.
 
     `objective` is loss.p3o, or what --objective names. e_B and the gradient are those
     of the whole B, on any number of ranks and in parts of any size. Raises
@@ -121,8 +122,8 @@ def update(
     *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
 
     # First e_B, which needs rho of all tokens of B. Only the last part keeps its graph.
-    # The others are computed again below, now with a gradient. Where there is a single
-    # part, nothing is computed twice.
+    # The others are computed again below, now with a gradient. A single part needs one
+    # forward pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for part in others:
         with torch.no_grad():
@@ -181,7 +182,7 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problems_at(cfg.seed, len(train.prompts), places)
-    # Evaluations have noise of seed 0, so the rollouts of seed 0 have that of 1.
+    # Evaluations have the noise of seed 0, so rollouts begin at that of seed 1.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -231,8 +232,8 @@ class PreparedRun:
     def __init__(self, cfg: Config) -> None:
         """Check the flags, the data and the model, build the engines and the policy.
 
-        What the user can get wrong comes first, before anything slow is built: it
-        raises Refused. With --resume a run is as its newest checkpoint left it. A
+        What the user can get wrong comes first, and raises Refused before anything
+        slow is built. With --resume a run is as its newest checkpoint left it. A
         collective.
         """
         cfg.model = folder_of(cfg.model)
@@ -328,9 +329,9 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 def save_and_evaluate(step: int, run: PreparedRun, cfg: Config) -> dict[str, float]:
     """Save the model after the last step, and evaluate the policy where that is due.
 
-    Returns its held-out accuracy, if it was evaluated. What was learned is on the disk
-    before that, which may fail. A resumed run begins with this, for the step of its
-    checkpoint. A collective.
+    Returns its held-out accuracy, if it was evaluated. The model is saved first, as an
+    evaluation may fail. A resumed run begins with this, for the step of its checkpoint.
+    A collective.
     """
     if step == cfg.steps:
         weights, folder = full_weights(run.policy), run.out / "model"
@@ -381,11 +382,10 @@ def micro_batches(
 ) -> list[Rollouts]:
     """These responses in parts of at most max_tokens each, padding included.
 
-    A single response may be longer. The longest sequence of all ranks sets how many
-    responses a part holds. So every rank has equally many parts, as FSDP needs all
-    ranks in every forward pass. Every part has rows, as Config makes sure that every
-    rank has equally many prompts in a minibatch. Responses are sorted by length, so
-    that little of a part is padding. A collective.
+    A single response may be longer. FSDP needs all ranks in every forward pass. So the
+    longest sequence of all ranks sets how many responses a part holds, and as Config
+    gives all ranks equally many, they have equally many parts. Responses are sorted by
+    length, so that little of a part is padding. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()

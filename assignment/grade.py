@@ -6,8 +6,8 @@
     python assignment/grade.py --all FOLDER --out runs/grades
 
 What is printed of one submission ends with "points: X of Y"; of many, each has a line.
-With --out that folder has NAME.txt for each submission, the same as is printed of one,
-and grades.csv. Both are written as soon as a submission is graded.
+With --out that folder has NUMBER-NAME.txt for each submission, the same as is printed
+of one, and grades.csv. Both are written as soon as a submission is graded.
 
 A student's code runs in processes of their own (runner.py, sandbox.py), and its answers
 are compared here (items.py), so that code that reads the grader learns nothing. What a
@@ -25,7 +25,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -272,11 +271,6 @@ def grade_each(
             yield result
 
 
-def grade(runner: Runner, source: Path, seed: int) -> list[Result]:
-    """All items of the submission in this folder."""
-    return list(grade_each(runner, source, seed, ALL_ITEMS))
-
-
 def total(results: list[Result]) -> str:
     points = sum(result.points for result in results)
     return f"{points} of {sum(result.most for result in results)}"
@@ -321,24 +315,16 @@ def line_of(name: str, results: list[Result]) -> str:
     return f"{line}; not graded: {names} ({again[0].sentence})"
 
 
-def name_of(folder: Path, taken: set[str]) -> str:
-    """The name of a submission: a file's on any system, and no other's."""
-    name = legible(folder.name).encode()[:200].decode(errors="ignore")
-    while unicodedata.normalize("NFKC", name).casefold() in taken:
-        name += "_"
-    taken.add(unicodedata.normalize("NFKC", name).casefold())
-    return name
-
-
 def row_of(name: str, results: list[Result]) -> list[Any]:
     """A line of grades.csv, in which an item that was not graded is empty."""
     points = [result.points if result.graded else "" for result in results]
     sentences = [result.sentence for result in results if result.sentence]
-    texts = [name, *sentences[:1]]
     # A spreadsheet would compute what begins like a formula.
-    name, *sentences = [f"'{text}" if text[0] in "=+-@" else text for text in texts]
-    all_points = sum(result.points for result in results)
-    return [name, all_points, *points, *sentences]
+    name, sentence = [
+        f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+        for text in (name, "".join(sentences[:1]))
+    ]
+    return [name, sum(result.points for result in results), *points, sentence]
 
 
 def grade_all(
@@ -346,17 +332,17 @@ def grade_all(
 ) -> None:
     """Many submissions. What is known of each is printed and written at once."""
     lost: Counter[str] = Counter()
-    taken: set[str] = set()
     if out:
         head = ["submission", "points", *[item.name for item in items]]
         write_row(out, "w", [*head, "first sentence"])
-    for folder in folders:
-        name = name_of(folder, taken)
+    for number, folder in enumerate(folders, 1):
+        name = legible(folder.name)
         results = list(grade_each(runner, folder, seed, items))
         lost.update(lost_items(results))
         print(line_of(name, results), flush=True)
         if out:
-            write_report(out, name, results, seed)
+            # Numbered, as names may differ in what a file's name cannot hold.
+            write_report(out, f"{number:02}-{name[:50]}", results, seed)
             write_row(out, "a", row_of(name, results))
     counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
     print(f"{len(folders)} submissions, --seed {seed}; lost by how many: {counts}")

@@ -1,11 +1,10 @@
 """The items of the assignment: what is asked of a student's code, and what is right.
 
 An item calls one function of the student's with inputs that are drawn anew in each run,
-in another process (runner.py), and compares what comes back with what a right function
-gives for the same inputs: its value, or its gradient to the inputs that ask for one.
-The right function is that of the reference, or the definition of what was to be
-derived. Where a known mistake (mistakes.py) gives all that was found, the sentence on
-what is wrong names it.
+in another process (runner.py), and compares what comes back with what the function
+of the reference gives for the same inputs: its value, or its gradient to the inputs
+that ask for one. Where a known mistake (mistakes.py) gives all that was found, the
+sentence on what is wrong names it.
 """
 
 import math
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor
 
 from assignment.mistakes import MISTAKES, Mistake, functions_of
-from assignment.starter.toy import FEATURES, VOCABULARY, random_ranks, run_ranks
-from loss import effective_sample_size, p3o
+from assignment.runner import answer_of
+from assignment.starter.toy import FEATURES, VOCABULARY, random_ranks
 
 F64 = torch.float64
 # What toy.run_ranks returns, in this order.
 RESULTS = ("e_B", "gradient", "passes")
 
-Function = Callable[..., Any]
 # The beginning of a sentence on the inputs, and the inputs.
 Case = tuple[str, list[Any]]
 Cases = Iterator[Case]
@@ -39,7 +37,6 @@ class Item(NamedTuple):
     file: str  # of the student
     function: str  # in it
     draw: Callable[["Draw"], Cases]
-    right: Function | None = None  # by default the reference's
     of_gradient: bool = False  # compare the gradients, not the value
     to_logits: bool = False  # compare the value, and the gradient to logits
     kind: str = ""  # that the value has to have, as "float64 tensor"
@@ -123,20 +120,14 @@ def found_in(item: Item, arguments: list[Any], answer: dict) -> list[Tensor]:
     if item.result:
         value = value[RESULTS.index(item.result)]
     gradients = [as_tensor(gradient) for gradient in answer["gradients"]]
-    return looked_at(item, arguments, as_tensor(value), gradients)
-
-
-def looked_at(
-    item: Item, arguments: list[Any], value: Tensor, gradients: list[Tensor]
-) -> list[Tensor]:
-    """What an item compares."""
     if item.to_logits:
         # Right functions may differ in the gradient to log pi_theta, by a multiple of
         # pi_theta. To the logits this is nothing.
         (gradient,) = gradients
         mean = gradient.sum(dim=-1, keepdim=True)
-        return [value, gradient - arguments[0].detach().double().exp() * mean]
-    return gradients if item.of_gradient else [value]
+        gradients = [gradient - arguments[0].detach().double().exp() * mean]
+        return [as_tensor(value), *gradients]
+    return gradients if item.of_gradient else [as_tensor(value)]
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -151,21 +142,9 @@ def as_tensor(value: Any) -> Tensor:
 def right_of(
     item: Item, arguments: list[Any], mistake: Mistake | None = None
 ) -> list[Tensor]:
-    """What an item looks at in what is right for these inputs, or in a mistake."""
+    """What an item looks at in the reference's answer, or in that of a mistake."""
     function = functions_of(item.file, mistake)[item.function]
-    if item.right and not mistake:
-        function = item.right
-    if item.result:
-        results = run_ranks(function, *arguments)
-        return [torch.as_tensor(results[RESULTS.index(item.result)], dtype=F64)]
-    value = torch.as_tensor(function(*arguments), dtype=F64)
-    leaves = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
-    gradients: list[Tensor] = []
-    if leaves:
-        # The sum has a graph even where the value has none.
-        total = value.sum() + sum(0 * leaf.sum() for leaf in leaves)
-        gradients = list(torch.autograd.grad(total, leaves))
-    return looked_at(item, arguments, value.detach(), gradients)
+    return found_in(item, arguments, answer_of(item.function, function, arguments))
 
 
 def first_difference(
@@ -199,27 +178,12 @@ def known_mistake(item: Item, cases: list[Case], found: list[list[Tensor]]) -> s
             except RuntimeError:  # A mistake may end in an error.
                 continue
             pairs = zip(found, of_mistake, strict=True)
-            if all(is_of_mistake(item, *pair) for pair in pairs):
+            if not any(first_difference(item, *pair, 1e-4) for pair in pairs):
                 return f". That is {mistake.said}"
     return ""
 
 
-def is_of_mistake(item: Item, found: list[Tensor], wrong: list[Tensor]) -> bool:
-    """Whether a mistake gives what was found. Rounding decides where NaN is."""
-    have_nan, has_nan = [
-        [bool(each.isnan().any()) for each in tensors] for tensors in (found, wrong)
-    ]
-    is_same = not first_difference(item, found, wrong, 1e-4)
-    return is_same or (any(have_nan) and have_nan == has_nan)
-
-
 # Part 1: e_B
-
-
-def sums_of(ratio: Tensor) -> Tensor:
-    """Of all these ratios, as loss.ratio_sums."""
-    count = torch.tensor(float(ratio.numel()), dtype=F64)
-    return torch.stack([count, ratio.sum(), (ratio**2).sum()])
 
 
 def stale_batches(draw: Draw) -> Cases:
@@ -238,22 +202,22 @@ def padded_batches(draw: Draw) -> Cases:
 
 
 def far_batches(draw: Draw) -> Cases:
-    for sign in (1, -1):
-        log_ratio = draw.normal(0.1, 2, 4)
-        log_ratio[1, 2] = sign * draw.number(60, 80)
-        log_ratio = log_ratio.float().requires_grad_()
-        mask = torch.ones(2, 4, dtype=torch.bool)
-        sentence = f"for a log rho of {listed(log_ratio[1, 2].detach())} in float32"
-        yield sentence, [log_ratio, mask]
+    log_ratio = draw.normal(0.1, 2, 4)
+    log_ratio[1, 2] = draw.number(60, 80)
+    sentence = f"for a log rho of {listed(log_ratio[1, 2])} in float32"
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    yield sentence, [log_ratio.float().requires_grad_(), mask]
 
 
 def sums_of_batches(draw: Draw) -> Cases:
     for ratio in (
         draw.uniform(0.2, 4, 9),
         draw.normal(1.0, 50).exp(),
-        3 * torch.ones(7),
+        3 * torch.ones(7, dtype=F64),
     ):
-        sums = sums_of(draw.number(2, 9) * ratio)
+        ratio = draw.number(2, 9) * ratio
+        total, squares = ratio.sum().item(), ratio.square().sum().item()
+        sums = torch.tensor([len(ratio), total, squares], dtype=F64)
         yield f"for the sums {listed(sums)}", [sums]
 
 
@@ -299,16 +263,6 @@ def two_policies(draw: Draw) -> Cases:
     yield sentence, [policy, behavior]
 
 
-def ess_of(ratio: Tensor) -> Tensor:
-    return effective_sample_size(sums_of(ratio))
-
-
-def ess_of_samples(policy: Tensor, behavior: Tensor) -> Tensor:
-    """What e_B tends to where each token is sampled as often as pi_b says."""
-    sums = [behavior.sum(), policy.sum(), (policy**2 / behavior).sum()]
-    return effective_sample_size(torch.stack(sums))
-
-
 PART_1 = [
     Item(
         "1.1",
@@ -317,7 +271,6 @@ PART_1 = [
         "loss.py",
         "ratio_sums",
         stale_batches,
-        each=True,
     ),
     Item(
         "1.2",
@@ -326,7 +279,6 @@ PART_1 = [
         "loss.py",
         "ratio_sums",
         padded_batches,
-        each=True,
     ),
     Item("1.3", 4, "e_B", "loss.py", "effective_sample_size", sums_of_batches),
     Item(
@@ -355,7 +307,6 @@ PART_1 = [
         "derivations.py",
         "ess_of_variation",
         variations,
-        lambda cv: ess_of(torch.tensor([1 - cv, 1 + cv], dtype=F64)),
     ),
     Item(
         "1.8",
@@ -364,9 +315,6 @@ PART_1 = [
         "derivations.py",
         "ess_with_one_outlier",
         outliers,
-        lambda tokens, ratio: ess_of(
-            torch.tensor([1.0] * (tokens - 1) + [ratio], dtype=F64)
-        ),
     ),
     Item(
         "1.9",
@@ -375,7 +323,6 @@ PART_1 = [
         "derivations.py",
         "ess_of_policies",
         two_policies,
-        ess_of_samples,
     ),
 ]
 
@@ -399,11 +346,6 @@ def rounded_lists(draw: Draw) -> Cases:
     )
     logp, logp_behavior = [each.float() for each in draw.policies(32, 9)]
     yield sentence, [logp.requires_grad_(), logp_behavior]
-
-
-def kl_of_all(logp: Tensor, logp_behavior: Tensor) -> Tensor:
-    """The KL over the tokens that are listed, without a bucket."""
-    return (logp.exp() * (logp - logp_behavior)).sum(dim=-1)
 
 
 def tokens_of_a_batch(draw: Draw, of_kl: bool) -> Cases:
@@ -442,26 +384,10 @@ def tokens_to_weigh(draw: Draw) -> Cases:
         yield sentence, [ratio, advantage, e_b]
 
 
-def weight_of_token(ratio: float, advantage: float, e_b: float) -> Tensor:
-    """Minus the gradient of (12) to log pi_theta, by autograd."""
-    logp = torch.tensor(ratio, dtype=F64).log().requires_grad_()
-    kl = logp.exp() * logp - logp.exp() + 1
-    nothing = torch.zeros((), dtype=F64)
-    loss = p3o(logp, nothing, torch.tensor(advantage), kl, e_b)
-    return -torch.autograd.grad(loss, logp)[0]
-
-
 def policies_in_nats(draw: Draw) -> Cases:
     logp, logp_behavior = draw.policies(5)
     sentence = f"for log pi_theta = {listed(logp)} and log pi_b = "
     yield sentence + listed(logp_behavior), [logp, logp_behavior]
-
-
-def gradient_to_logits(logp: Tensor, logp_behavior: Tensor) -> Tensor:
-    """The gradient of the KL, by autograd."""
-    logits = logp.clone().requires_grad_()
-    kl = kl_of_all(logits.log_softmax(dim=-1), logp_behavior)
-    return torch.autograd.grad(kl, logits)[0]
 
 
 def temperatures(draw: Draw) -> Cases:
@@ -469,19 +395,6 @@ def temperatures(draw: Draw) -> Cases:
         e_b = draw.number(0.2, 0.8)
         sentence = f"at T = {temperature:.4g}, e_B = {e_b:.4g}"
         yield sentence, [temperature, e_b]
-
-
-def measured_entropy_bonus(temperature: float, e_b: float) -> Tensor:
-    """The quotient of the two gradients, of one policy, by autograd."""
-    logits = torch.tensor([0.0, 1.0, 3.0], dtype=F64, requires_grad=True)
-    logp = logits.log_softmax(dim=-1)
-    behavior = (logits.detach() / temperature).log_softmax(dim=-1)
-    kl, nothing = kl_of_all(logp, behavior), torch.zeros((), dtype=F64)
-    pull = -p3o(nothing, nothing, nothing, kl, e_b)
-    entropy = -(logp.exp() * logp).sum()
-    (of_pull,) = torch.autograd.grad(pull, logits, retain_graph=True)
-    (of_entropy,) = torch.autograd.grad(entropy, logits)
-    return of_pull[0] / of_entropy[0]
 
 
 PART_2 = [
@@ -502,7 +415,6 @@ PART_2 = [
         "loss.py",
         "kl_divergence",
         rounded_lists,
-        lambda *policies: kl_of_all(*[each.double() for each in policies]),
         to_logits=True,
         tolerance=1e-4,
     ),
@@ -532,7 +444,6 @@ PART_2 = [
         "derivations.py",
         "token_weight",
         tokens_to_weigh,
-        weight_of_token,
     ),
     Item(
         "2.8",
@@ -541,7 +452,6 @@ PART_2 = [
         "derivations.py",
         "kl_gradient",
         policies_in_nats,
-        gradient_to_logits,
     ),
     Item(
         "2.9",
@@ -550,7 +460,6 @@ PART_2 = [
         "derivations.py",
         "entropy_bonus",
         temperatures,
-        measured_entropy_bonus,
     ),
 ]
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,19 +94,26 @@ def what_was_raised(error: BaseException, folder: str) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}{where}"
 
 
+def answer_of(
+    name: str, function: Callable[..., Any], arguments: list[Any]
+) -> dict[str, Any]:
+    """What a call returned, and its gradients; of `update` what run_ranks tells."""
+    leaves = [x for x in arguments if getattr(x, "requires_grad", False)]
+    if name == "update":
+        value = run_ranks(function, *arguments)
+    else:
+        value = function(*arguments)
+    found = gradients(value, leaves)
+    return {"value": plain(value), "gradients": plain(found)}
+
+
 def answers_of(job: dict[str, Any]) -> bytes:
     """What each call returned, as JSON. An error is the last answer."""
     answers: list[dict[str, Any]] = []
     try:
         function = getattr(importlib.import_module(job["module"]), job["function"])
         for arguments in job["calls"]:
-            leaves = [x for x in arguments if getattr(x, "requires_grad", False)]
-            if job["function"] == "update":
-                value = run_ranks(function, *arguments)
-            else:
-                value = function(*arguments)
-            found = gradients(value, leaves)
-            answers.append({"value": plain(value), "gradients": plain(found)})
+            answers.append(answer_of(job["function"], function, arguments))
     except BaseException as error:
         answers.append({"error": what_was_raised(error, job["folder"])})
     return json.dumps(answers).encode()

@@ -69,14 +69,15 @@ def check_out_dir(cfg: Config) -> None:
 def config_of(cfg: Config) -> dict[str, Any]:
     """What config.json holds: the fields of a Config, the number of ranks, and
     the variables of vLLM, torch and OpenMP, which may change a run."""
-    libraries = re.compile(
-        "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
-    )
-    variables = sorted(filter(libraries.match, os.environ))
+    libraries = "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
     return {
         **cfg.model_dump(),
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
-        "environment": {name: os.environ[name] for name in variables},
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if re.match(libraries, name)
+        },
     }
 
 

@@ -22,6 +22,7 @@ from sympy.core.relational import Relational
 # base of a numeral, a ratio of three, and [5], which is no 5. These are equal to their
 # own text alone.
 UNREADABLE = re.compile(r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$")
+POWER = re.compile(r"\^\{[^{}]*\}$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
 NOT_FINITE = sympy.oo, sympy.zoo, sympy.nan
 DIGITS = 1000  # with which numbers that are not rational are compared
@@ -37,14 +38,16 @@ class Reader(_Latex2Sympy):
     def convert_postfix_list(self, factors: list[Any], _: int = 0) -> Any:
         r"""What stands side by side is multiplied. Only 2\frac{3}{4} is a sum.
 
-        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}.
+        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}. In 2^{3}5 the
+        brace ends the power.
         """
         texts = [factor.getText() for factor in factors]
         values = [self.convert_postfix(factor) for factor in factors]
         if MIXED_NUMBER.fullmatch("".join(texts[:2])) and values[1] < 1:
             values[:2] = [sum(values[:2])]
         for left, right in itertools.pairwise(texts):
-            if re.search(r"\d\}*$", left) and re.match(r"\{*[\d.]", right):
+            ends_in_digit = re.search(r"\d\}*$", left) and not POWER.search(left)
+            if ends_in_digit and re.match(r"\{*[\d.]", right):
                 raise ValueError("a number beside a number")
         return functools.reduce(operator.mul, values)
 
@@ -92,23 +95,21 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, sympy.Eq) != isinstance(b, sympy.Eq):
         a, b = value_of(a), value_of(b)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
-        return all(map(same, a, b)) if isinstance(a, tuple) else same_parts(a, b)
+        if isinstance(a, tuple) or not a:
+            return all(map(same, a, b))
+        # Any part of b may be the first one of a, if the others are the same then.
+        places = range(len(b))
+        return any(same((a[0], a[1:]), (b[i], b[:i] + b[i + 1 :])) for i in places)
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
         return a == b or is_zero(a - b)
     if isinstance(a, Relational) and isinstance(b, Relational):
-        return same_relation(a, b)
+        # They may differ by a factor: x < y, 2x < 2y and -x > -y are the same.
+        factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+        kind = b.func if factor.is_positive else b.reversed.func
+        return bool(
+            factor.is_number and factor.is_nonzero and a.free_symbols and a.func is kind
+        )
     return a == b
-
-
-def same_parts(a: list, b: list) -> bool:
-    """Whether two lists of one length have the same parts in any order."""
-    rest = list(b)
-    for part in a:
-        found = [index for index, other in enumerate(rest) if same(part, other)]
-        if not found:
-            return False
-        del rest[found[0]]
-    return True
 
 
 def value_of(said: Any) -> Any:
@@ -122,14 +123,6 @@ def value_of(said: Any) -> Any:
     if right.is_Symbol:
         return left
     return right if not left.free_symbols and same(left, right) else said
-
-
-def same_relation(a: Relational, b: Relational) -> bool:
-    """Whether two equations or inequalities differ by a factor: x < y, -2x > -2y."""
-    a, b = (said.reversed if ">" in said.rel_op else said for said in (a, b))
-    factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
-    right_sign = factor.is_nonzero if isinstance(a, sympy.Eq) else factor.is_positive
-    return bool(a.func is b.func and a.free_symbols and factor.is_number and right_sign)
 
 
 def is_zero(term: sympy.Expr) -> bool:

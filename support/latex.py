@@ -152,8 +152,11 @@ _~*(\w) -> _{\1}
 (\d*)\.\\overline\{(\d{3})\} -> (0\1+\\frac{\2}{999})
 (\d*)\.\\overline\{(\d{6})\} -> (0\1+\\frac{\2}{999999})
 (\d*\.\d)\\overline\{(\d)\} -> (\1+\\frac{\2}{90})
-# names that latex2sympy takes for something else: I_1, e_1, f', A^T, \pi(2)
-(?<![\\a-zA-Z{])([eE](?=_)|I)(?![a-z]) -> \\mathit{\1}
+# -3./2, np.arcsin(10/13)
+\bnp\.|(?<=\d)\.(?=[/*+}]) ->
+# names that latex2sympy takes for something else: I_1, e_1, f', A^T, \pi(2); or lacks
+\\hbar(?![a-z]) -> h_{bar}
+((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
 (?<=[a-zA-Z])'' -> _{twoprimes}
 (?<=[a-zA-Z])' -> _{prime}
 \^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}

@@ -5,7 +5,6 @@ config.json by their headers alone, so that a large model costs no more than a s
 one.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from support.command import Refused, one_line
 
@@ -23,8 +23,12 @@ TRAINABLE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "glm4"),
     *("stablelm", "nemotron", "exaone4", "ernie4_5"),
 )
-# What multiplies or bends the logits behind the head, which policy.py leaves out.
-OF_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+# What policy.py does not know: quantized weights, and what multiplies or bends the
+# logits behind the head.
+UNKNOWN = (
+    "quantization_config",
+    *("logits_scaling", "logit_scale", "final_logit_softcapping"),
+)
 # Of vLLM's attention on a CPU.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints have this, which is computed and not learned.
@@ -82,8 +86,9 @@ def load_config_and_tokenizer(model: str) -> tuple[Any, Any]:
         )
     except Exception as error:  # tokenizers has kinds of its own
         reason, *_ = one_line(error).split(". ")
-        place = "in the folder" if folder.is_dir() else "no such folder; on the hub"
-        raise Refused(f"no model at {model!r}: {place}: {reason}") from None
+        raise Refused(
+            f"no model at {model!r}, a folder or on the hub: {reason}"
+        ) from None
     return config, tokenizer
 
 
@@ -94,13 +99,11 @@ def check_trainable(model: str, config: Any) -> None:
             f"{model} is of type {config.model_type}, which train.py has not learnt to "
             f"train: give one of type {', '.join(TRAINABLE)}"
         )
-    if getattr(config, "quantization_config", None):
-        raise Refused(f"{model} is quantized: train.py needs a model that is not")
-    for name in OF_LOGITS:
+    for name in UNKNOWN:
         if getattr(config, name, None) not in (None, 1):
             raise Refused(
-                f"{model}: {name} is {getattr(config, name)}, which train.py does not "
-                "apply to the logits: give a model without it"
+                f"{model}: its config.json has a {name}, which train.py does not know: "
+                "give a model without it"
             )
 
 
@@ -111,12 +114,12 @@ def check_heads(model: str, config: Any, tp: int) -> None:
         raise Refused(
             f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
         )
-    needed = ("num_attention_heads", "max_position_embeddings")
-    if not all(hasattr(config, name) for name in needed):
-        raise Refused(
-            f"{model} is of type {config.model_type}, whose config does not tell its "
-            "attention heads and context length: give a model of another type"
-        )
+    for name in ("num_attention_heads", "max_position_embeddings"):
+        if not hasattr(config, name):
+            raise Refused(
+                f"{model} is of type {config.model_type}, whose config has no {name}: "
+                "give a model of another type"
+            )
     heads = config.num_attention_heads
     key_heads = key_heads_of(config)
     # A rank has several of the key heads, or several ranks have one.
@@ -146,26 +149,21 @@ def check_weights(model: str, config: Any) -> None:
         return
     with torch.device("meta"):  # without memory for the weights
         built = AutoModelForCausalLM.from_config(config)
-    wanted = {name: list(weight.shape) for name, weight in built.state_dict().items()}
-    found = {name: weight.get_shape() for name, weight in stored.items()}
-    for head, embedding in built.all_tied_weights_keys.items():
-        if head not in stored:
-            del wanted[head]
-        elif embedding in stored and not torch.equal(
-            stored[head][:], stored[embedding][:]
-        ):
+    wanted = {(name, *weight.shape) for name, weight in built.state_dict().items()}
+    found = {(name, *weight.get_shape()) for name, weight in stored.items()}
+    embedding_of = built.all_tied_weights_keys  # by the name of the tied head
+    for name, *shape in sorted(wanted ^ found):
+        if name not in embedding_of and not name.endswith(COMPUTED):
+            place = "config.json" if (name, *shape) in wanted else "safetensors"
+            raise Refused(
+                f"{model}: {name} of shape {shape} is in its {place} alone: get whole "
+                "files, and the config.json of the same model"
+            )
+    for head, embedding in embedding_of.items():
+        if head in stored and not torch.equal(stored[head][:], stored[embedding][:]):
             raise Refused(
                 f"{model}: {head} and {embedding} differ in its safetensors, and are "
                 "one weight by its config.json: get files and config of one model"
-            )
-    for name in sorted(wanted.keys() | found.keys()):
-        shapes = found.get(name, "missing"), wanted.get(name, "missing")
-        if shapes[0] != shapes[1] and not name.endswith(COMPUTED):
-            raise Refused(
-                "{}: {} is {} in its safetensors and {} by its config.json: get whole "
-                "files, and the config.json of the same model".format(
-                    model, name, *shapes
-                )
             )
 
 
@@ -174,17 +172,18 @@ def stored_weights(model: str) -> dict[str, Any]:
 
     A hub's files are downloaded. Raises Refused where one is not there, or not whole.
     """
-    maybe = {"_raise_exceptions_for_missing_entries": False}
     weights = {}
     try:
-        names = [SAFE_WEIGHTS_NAME]
-        index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **maybe)
-        if index and not cached_file(model, SAFE_WEIGHTS_NAME, **maybe):
-            shards = json.loads(Path(index).read_bytes())["weight_map"].values()
-            names = sorted(set(shards))
-        for name in names:
-            file = safe_open(cached_file(model, name), "pt")
-            weights |= {key: file.get_slice(key) for key in file.keys()}
+        index = cached_file(
+            model, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
+        )
+        if index:
+            files, _ = get_checkpoint_shard_files(model, index)
+        else:
+            files = [cached_file(model, SAFE_WEIGHTS_NAME)]
+        for file in files:
+            opened = safe_open(file, "pt")
+            weights |= {name: opened.get_slice(name) for name in opened.keys()}
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise Refused(
             f"{model}: its weights cannot be read: {one_line(error)}: give whole "

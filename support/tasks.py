@@ -10,8 +10,8 @@ import os
 import pkgutil
 import re
 import sys
+from collections import defaultdict
 from datetime import datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
@@ -30,8 +30,6 @@ from support.command import Refused, Stopped, one_line
 from support.latex import MAX_LENGTH
 
 ROOT = Path(__file__).resolve().parents[1]
-# The first of these columns that a row has is read.
-PROBLEM_COLUMNS = ("prompt", "problem", "question")
 
 
 @dataclass(config={"extra": "forbid"})
@@ -47,16 +45,6 @@ class Task:
     instruction: str | None = (
         "Reason step by step and put the final answer in \\boxed{}."
     )
-
-
-class Row(NamedTuple):
-    """A row as it was read; "" for what it lacks."""
-
-    problem: str
-    answer: str
-    solution: str  # a worked one, with the answer in a box
-    number: int  # its line in a file, or its place in a hub dataset
-    columns: list[str]  # all that it has
 
 
 AIME24 = "HuggingFaceH4/aime_2024 train"
@@ -123,48 +111,64 @@ def task_of(name_or_path: str) -> Task:
     return task
 
 
-def source_of(name_or_path: str, split: str) -> Path | str:
-    """The JSONL file or hub dataset of a task's split, "train" or "heldout".
+def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
+    """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
 
-    Raises Refused if there is no such task or it has no such split.
+    The task's verifier accepts each gold answer as a response's. In the user's own
+    files a row that it does not accept is refused. In a hub dataset, which is not the
+    user's to correct, the row is left out, and counted on stderr.
+
+    Raises Refused, in one sentence, for an unknown task or split or a bad row.
     """
     task = task_of(name_or_path)
-    source = {"train": task.train, "heldout": task.heldout}.get(split)
+    source = getattr(task, split, None)
     if source is None:
         raise Refused(f"the task {name_or_path!r} has no split {split!r}")
-    return source
-
-
-def load_rows(source: Path | str) -> list[Row]:
-    """The rows of a JSONL file or hub dataset, in their order.
-
-    Raises Refused if it cannot be loaded, or if a line is no JSON object.
-    """
-    rows = []
-    read = read_jsonl if isinstance(source, Path) else read_hub
-    for number, fields in read(source).items():
-        texts = {column: text_of(value) for column, value in fields.items()}
-        problems = [texts[column] for column in PROBLEM_COLUMNS if texts.get(column)]
-        row = Row(
-            problem=problems[0] if problems else "",
-            answer=texts.get("answer", ""),
-            solution=texts.get("solution", ""),
-            number=number,
-            columns=list(fields),
+    rows = read_jsonl(source) if isinstance(source, Path) else read_hub(source)
+    if not rows:
+        raise Refused(f"{source} has no rows")
+    problems = [problem_of(row) for row in rows.values()]
+    golds = [problem["answer"] for problem in problems]
+    accepted = golds  # What a verifier of the user's own can read, it alone knows.
+    if task.verifier in VERIFIERS:
+        responses = [rf"\boxed{{{gold}}} {gold}" for gold in golds]
+        accepted = score_checked(responses, golds, task.verifier)
+    kept, bad = [], []
+    for number, problem, is_accepted in zip(rows, problems, accepted, strict=True):
+        gold = problem["answer"]
+        if problem["prompt"] and is_accepted:
+            kept.append(problem)
+            continue
+        if not problem["prompt"]:
+            reason = "no problem"
+        elif not gold:
+            reason = "no answer, as text or number"
+        elif len(gold) > MAX_LENGTH:
+            reason = f"an answer of over {MAX_LENGTH} characters"
+        else:
+            reason = f"{gold!r} is no answer that {task.verifier!r} can read"
+        bad.append(f"row {number}: {reason}")
+    if bad:
+        note = (
+            f"{len(bad)} of the {len(rows)} rows of {source} cannot be used, the first "
+            f"of them: {'; '.join(bad[:5])}"
         )
-        rows.append(row)
-    return rows
-
-
-def text_of(value: Any) -> str:
-    """What a column says, if that is a text or a finite number; else ""."""
-    if isinstance(value, (int, float)):
-        value = "" if isinstance(value, bool) or not isfinite(value) else str(value)
-    return value.strip() if isinstance(value, str) else ""
+        if isinstance(source, Path) or not kept:
+            columns = sorted(set().union(*rows.values()))
+            raise Refused(
+                f"{note}: correct or remove them (its columns are "
+                f"{', '.join(columns)}; read are prompt, problem or question, and "
+                "answer or solution)"
+            )
+        say_once(f"{note}: left out")
+    return kept
 
 
 def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
-    """The objects of a JSONL file by their lines. A number remains the text there."""
+    """The objects of a JSONL file by their lines. A number remains the text there.
+
+    Raises Refused if there is no such file, or if a line is no JSON object.
+    """
     rows = {}
     try:
         lines = path.read_bytes().splitlines()
@@ -174,24 +178,25 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(
+            row = json.loads(
                 line, parse_int=str, parse_float=str, parse_constant=lambda name: None
             )
+            rows[number] = {**row}  # TypeError: "is not a mapping"
             # Half of a character, as "\ud83d", is a text for Python alone.
-            json.dumps(fields, ensure_ascii=False).encode()
-            if not isinstance(fields, dict):
-                raise ValueError(f"this is a {type(fields).__name__}")
-        except ValueError as error:
+            json.dumps(row, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
             raise Refused(
                 f"{path}, line {number} is no JSON object, and a task has one a line: "
                 f"{one_line(error)}"
             ) from None
-        rows[number] = fields
     return rows
 
 
 def read_hub(source: str) -> dict[int, dict[str, Any]]:
-    """The rows of "hub_id split [configuration]" by their numbers."""
+    """The rows of "hub_id split [configuration]" by their numbers.
+
+    Raises Refused if it cannot be loaded.
+    """
     from datasets import load_dataset  # it takes seconds to import
 
     hub_id, split, *configuration = source.split()
@@ -207,60 +212,21 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
     }
 
 
-def gold_answer(row: Row) -> str:
-    """The answer of a row, or the one that is marked in its worked solution."""
-    if row.answer:
-        return final_answer(row.answer).strip() or row.answer
-    return final_answer(row.solution).strip()
+def problem_of(row: dict[str, Any]) -> dict[str, str]:
+    """The problem of a row and its gold answer, "" for what it lacks.
 
-
-def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
-    """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
-
-    The task's verifier accepts each gold answer as a response's. In the user's own
-    files a row that it does not accept is refused. In a hub dataset, which is not the
-    user's to correct, the row is left out, and counted on stderr.
-
-    Raises Refused, in one sentence, for an unknown task or split or a bad row.
+    The answer may be marked, as in a worked solution.
     """
-    verifier = task_of(name_or_path).verifier
-    source = source_of(name_or_path, split)
-    rows = load_rows(source)
-    golds = [gold_answer(row) for row in rows]
-    responses = (
-        golds if verifier == "exact" else [rf"\boxed{{{gold}}}" for gold in golds]
-    )
-    # What another verifier can read, it alone knows.
-    rewards = score(responses, golds, verifier) if verifier in VERIFIERS else golds
-    problems = []
-    bad = []
-    for row, gold, reward in zip(rows, golds, rewards, strict=True):
-        if row.problem and reward:
-            problems.append({"prompt": row.problem, "answer": gold})
-            continue
-        if not row.problem or not gold:
-            reason = "no answer" if row.problem else "no problem"
-        elif len(gold) > MAX_LENGTH:
-            reason = f"an answer of over {MAX_LENGTH} characters"
-        else:
-            reason = f"{gold!r} is no answer that {verifier!r} can read"
-        bad.append(f"row {row.number}: {reason}")
-    if not rows:
-        raise Refused(f"{source} has no rows")
-    if bad:
-        more = "; ..." if len(bad) > 5 else ""
-        note = (
-            f"{len(bad)} of the {len(rows)} rows of {source} cannot be used "
-            f"({'; '.join(bad[:5])}{more})"
-        )
-        if isinstance(source, Path) or not problems:
-            raise Refused(
-                f"{note}: correct or remove them (its columns are "
-                f"{', '.join(rows[0].columns)}; read are prompt, problem or question, "
-                "and answer or solution)"
-            )
-        say_once(f"{note}: left out")
-    return problems
+    texts = defaultdict(str)
+    for column, value in row.items():
+        # Neither true nor NaN is an answer. Numbers of a hub dataset are.
+        if type(value) in (str, int, float) and value == value:
+            texts[column] = str(value).strip()
+    marked = final_answer(texts["answer"] or texts["solution"]).strip()
+    return {
+        "prompt": texts["prompt"] or texts["problem"] or texts["question"],
+        "answer": marked or texts["answer"],
+    }
 
 
 class Split(NamedTuple):
@@ -278,28 +244,23 @@ class Split(NamedTuple):
         prompt has opened is a part of the response.
         """
         samples = len(responses) // len(indices)
-        golds = []
-        for index in indices:
-            golds += [self.problems[index]["answer"]] * samples
+        golds = [self.problems[i]["answer"] for i in indices for _ in range(samples)]
         whole = [self.opened + response for response in responses]
         return score_checked(whole, golds, self.verifier)
 
 
 def score_checked(responses: list[str], golds: list[str], verifier: str) -> list[float]:
     """reward.score. Raises Stopped where the judge or a user's own verifier fails."""
-    if verifier in VERIFIERS:
-        try:
-            return score(responses, golds, verifier)
-        except RuntimeError as error:
-            raise Stopped(str(error)) from error
     try:
         rewards = score(responses, golds, verifier)
         if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
             raise ValueError(f"it gave {rewards[:9]}, not a number in [0, 1] for each")
     except Exception as error:  # the user's function may raise any
+        if verifier in VERIFIERS:
+            raise Stopped(str(error)) from error
         if len(golds) > 1:  # Which of them is it?
-            for response, gold in zip(responses, golds, strict=True):
-                score_checked([response], [gold], verifier)
+            for pair in zip(responses, golds, strict=True):
+                score_checked(*([part] for part in pair), verifier)
         raise Stopped(
             f"the verifier {verifier} fails on the response {responses[0]!r} with the "
             f"gold answer {golds[0]!r}: {one_line(error)}"

@@ -180,6 +180,18 @@ def policy(engine):
     return policy
 
 
+def add_noise(model, scale):
+    """Something like an update: normal noise of this deviation on every weight."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Under FSDP a weight is a DTensor, of which one rank has all.
+            whole = getattr(weight, "to_local", lambda weight=weight: weight)()
+            whole.add_(scale * torch.randn(weight.shape, generator=generator))
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """What engines are asked to sample from here on, as they sample it."""
@@ -220,6 +232,7 @@ def run_here(group):
     """
     import rollout
     import support.log
+    import support.tasks
 
     def build(*arguments, **options):
         options["kv_cache_gb"] = min(options.get("kv_cache_gb", 1), CACHE_GB)
@@ -227,10 +240,21 @@ def run_here(group):
         KEPT.append(engine)
         return engine
 
+    encode_prompt = support.tasks.encode_prompt
+    known = {}
+
+    def encode_once(tokenizer, *texts):
+        # The 4,608 prompts of tiny take a second, and nearly every run has them.
+        key = tokenizer.name_or_path, *texts
+        if key not in known:
+            known[key] = encode_prompt(tokenizer, *texts)
+        return known[key]
+
     def run(module, *flags):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "init_distributed", lambda: group)
             patch.setattr(module, "Engine", build)
+            patch.setattr(support.tasks, "encode_prompt", encode_once)
             patch.setattr(support.log, "draw_curves", lambda rows, path: None)
             patch.setattr(sys, "argv", [module.__file__, *flags])
             module.main()
@@ -268,9 +292,3 @@ def train_here(run_here, tmp_path_factory):
         return [json.loads(line) for line in open(out / "metrics.jsonl")]
 
     return run
-
-
-@pytest.fixture(scope="session")
-def one_rank(train_here):
-    """The metrics of TWO_STEPS on one rank: what several ranks have to do, too."""
-    return train_here(*TWO_STEPS)

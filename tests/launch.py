@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import ROOT, TORCHRUN
 
 # The scripts of tests/ find train.py and its neighbors.
@@ -82,3 +83,21 @@ def torchrun_on_nodes(
 def read_metrics(out_dir: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl; the first is of step 0."""
     return [json.loads(line) for line in open(out_dir / "metrics.jsonl")]
+
+
+def assert_same_metrics(
+    rows: list[dict[str, Any]], expected_rows: list[dict[str, Any]]
+) -> None:
+    """Two runs' lines of metrics say the same, to rounding."""
+    for name in "heldout_pass@1", "heldout_greedy":
+        assert rows[0][name] == expected_rows[0][name]
+    for row, expected in zip(rows[1:], expected_rows[1:], strict=True):
+        # Each rank has the responses to its own prompts: those to others have reward 0.
+        for name in "reward", "response_tokens", "groups_with_signal", "truncated":
+            assert row[name] == pytest.approx(expected[name], rel=1e-6), name
+        # Of two updates: the second one's are those of weights that the first moved.
+        for name in "ess", "ess_min", "kl", "grad_norm", "entropy":
+            assert row[name] == pytest.approx(expected[name], rel=1e-3), name
+        # Each part of an engine has its part of the new weights: log pi_b is that of
+        # the trainer.
+        assert row["mismatch_mean"] < 1e-6

@@ -1,6 +1,6 @@
 """Batches for the tests of losses, and how a loss and the oracle are run on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,11 +10,6 @@ from torch import Tensor
 F64 = torch.float64
 # float32 has 7 digits; a log-ratio of -3 less -3 keeps about 6 of them.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-
-# pi_b = (1, 2, 3, 4) / 10, and ten sampled tokens in just these shares: a mean over
-# them is an expectation under pi_b.
-SHARES = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64)
-IN_SHARES = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3])
 
 
 class Batch(NamedTuple):
@@ -61,6 +56,22 @@ def make_batch(
     kl = torch.rand(shape, generator=generator, dtype=F64)
     tensors = [logp, behavior, advantage, kl]
     return Batch(*((tensor * mask).to(dtype) for tensor in tensors), mask)
+
+
+def batches(dtype: torch.dtype) -> Iterator[Batch]:
+    """Nearly fresh ones to stale ones, and then a token of 80 nats in either direction.
+
+    In float32, too, e^80 can be had, and its square cannot.
+    """
+    for seed, spread in enumerate((0.02, 0.3, 0.6, 1.5)):
+        yield make_batch(seed, spread=spread, dtype=dtype)
+    for logp, logp_behavior in ((-1.0, -81.0), (-81.0, -1.0)):
+        for advantage in (1.0, 0.0, -1.0):
+            batch = make_batch(14, dtype=dtype)
+            batch.logp[3, 0] = logp
+            batch.logp_behavior[3, 0] = logp_behavior
+            batch.advantage[3] = advantage * batch.mask[3]
+            yield batch
 
 
 def one_token_each(ratios: list[float], advantage: float = 1.0) -> Batch:

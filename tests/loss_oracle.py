@@ -89,11 +89,6 @@ def p3o(tokens: list[Token], e_b: float) -> list[Term]:
     return terms
 
 
-def reinforce(tokens: list[Token], e_b: float) -> list[Term]:
-    """-A log pi_theta (Williams 1992)."""
-    return [Term(-token.advantage * token.logp, -token.advantage) for token in tokens]
-
-
 def pessimistic(ratio: float, advantage: float, low: float, high: float) -> Term:
     """-min(ratio A, clip(ratio, 1 - low, 1 + high) A).
 
@@ -104,20 +99,6 @@ def pessimistic(ratio: float, advantage: float, low: float, high: float) -> Term
     if advantage < 0 and ratio < 1 - low:
         return Term(-(1 - low) * advantage, 0.0)
     return Term(-ratio * advantage, -ratio * advantage)
-
-
-def dapo(
-    tokens: list[Token], e_b: float, *, eps_low: float = 0.2, eps_high: float = 0.28
-) -> list[Term]:
-    """arXiv 2503.14476, equation 8."""
-    return [
-        pessimistic(token.ratio, token.advantage, eps_low, eps_high) for token in tokens
-    ]
-
-
-def grpo(tokens: list[Token], e_b: float, *, eps: float = 0.2) -> list[Term]:
-    """arXiv 1707.06347, equation 7, as a mean over tokens."""
-    return dapo(tokens, e_b, eps_low=eps, eps_high=eps)
 
 
 def gspo(
@@ -137,20 +118,6 @@ def gspo(
         ratio = math.exp(math.fsum(log_ratios) / len(log_ratios))
         terms.append(pessimistic(ratio, token.advantage, eps_low, eps_high))
     return terms
-
-
-def tis(tokens: list[Token], e_b: float, *, C: float = 2.0) -> list[Term]:
-    """arXiv 1802.01561: a score function with a truncated ratio as its weight."""
-    terms = []
-    for token in tokens:
-        weight = min(token.ratio, C) * token.advantage
-        terms.append(Term(-weight * token.logp, -weight))
-    return terms
-
-
-def cispo(tokens: list[Token], e_b: float, *, eps_high: float = 4.0) -> list[Term]:
-    """arXiv 2506.13585, equations 4 and 5, without a lower bound."""
-    return tis(tokens, e_b, C=1 + eps_high)
 
 
 def m2po(tokens: list[Token], e_b: float, *, tau: float = 0.04) -> list[Term]:
@@ -179,10 +146,36 @@ def bapo(
             negative += max(-token.advantage, 0) * max(token.ratio, low / 100)
         if positive >= target * (positive + negative):
             break
-    return dapo(tokens, e_b, eps_low=1 - low / 100, eps_high=high / 100 - 1)
+    return [dapo(token, 1 - low / 100, high / 100 - 1) for token in tokens]
 
 
 # Of a single token
+
+
+def reinforce(token: Token) -> Term:
+    """-A log pi_theta (Williams 1992)."""
+    return Term(-token.advantage * token.logp, -token.advantage)
+
+
+def dapo(token: Token, eps_low: float = 0.2, eps_high: float = 0.28) -> Term:
+    """arXiv 2503.14476, equation 8."""
+    return pessimistic(token.ratio, token.advantage, eps_low, eps_high)
+
+
+def grpo(token: Token, eps: float = 0.2) -> Term:
+    """arXiv 1707.06347, equation 7, as a mean over tokens."""
+    return dapo(token, eps, eps)
+
+
+def tis(token: Token, C: float = 2.0) -> Term:
+    """arXiv 1802.01561: a score function with a truncated ratio as its weight."""
+    weight = min(token.ratio, C) * token.advantage
+    return Term(-weight * token.logp, -weight)
+
+
+def cispo(token: Token, eps_high: float = 4.0) -> Term:
+    """arXiv 2506.13585, equations 4 and 5, without a lower bound."""
+    return tis(token, 1 + eps_high)
 
 
 def a3po(token: Token, alpha: float = 0.5, eps: float = 0.4, cap: float = 5.0) -> Term:
@@ -225,15 +218,11 @@ def of_each(term_of: Callable[..., Term]) -> Callable[..., list[Term]]:
     return lambda tokens, e_b, **options: [term_of(each, **options) for each in tokens]
 
 
+OF_A_TOKEN = (reinforce, grpo, dapo, cispo, tis, a3po, asymre, rec, opmd, sapo)
 LOSSES: dict[str, Callable[..., list[Term]]] = {
     "p3o": p3o,
-    "reinforce": reinforce,
-    "grpo": grpo,
-    "dapo": dapo,
     "gspo": gspo,
-    "cispo": cispo,
-    "tis": tis,
     "m2po": m2po,
     "bapo": bapo,
-    **{each.__name__: of_each(each) for each in (a3po, asymre, rec, opmd, sapo)},
+    **{each.__name__: of_each(each) for each in OF_A_TOKEN},
 }

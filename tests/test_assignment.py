@@ -7,6 +7,7 @@ files as they were.
 
 import csv
 import json
+import math
 import mmap
 import os
 import re
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from assignment import runner as runner_module
 from assignment.grade import SOLUTION, Runner
 from assignment.gradescope import run as gradescope
 from assignment.items import ITEMS, Draw, Item
-from assignment.mistakes import MISTAKES, Mistake, functions_of, source_of
+from assignment.mistakes import MISTAKES, functions_of, source_of
 from assignment.results import wrong_results
 from assignment.starter.toy import Part, Policy, random_ranks, run_ranks
 from assignment.variant import make_variant
@@ -66,20 +67,18 @@ def lost_of_file(runner: Runner, folder: Path, file: str) -> dict[str, str]:
 # The reference, the starter, the handout
 
 
-def test_the_reference_gets_all_points(runner: Runner) -> None:
-    results = grade.grade(runner, SOLUTION, SEED)
+def test_the_reference_gets_all_points(runner):
+    results = list(grade.grade_each(runner, SOLUTION, SEED))
     assert grade.lost_items(results) == []
     assert grade.total(results) == "85 of 85"
 
 
-def test_the_starter_and_an_empty_folder_get_none(
-    runner: Runner, tmp_path: Path
-) -> None:
+def test_the_starter_and_an_empty_folder_get_none(runner, tmp_path):
     for folder in (STARTER, tmp_path):
-        assert grade.total(grade.grade(runner, folder, SEED)) == "0 of 85"
+        assert grade.total(list(grade.grade_each(runner, folder, SEED))) == "0 of 85"
 
 
-def test_the_starter_has_the_signatures_of_the_reference() -> None:
+def test_the_starter_has_the_signatures_of_the_reference():
     for item in ITEMS:
         texts = [source_of(item.file), (STARTER / item.file).read_text()]
         begins = [text.index(f"def {item.function}(") for text in texts]
@@ -90,43 +89,55 @@ def test_the_starter_has_the_signatures_of_the_reference() -> None:
         assert reference == starter
 
 
-def test_the_handout_has_the_points_of_each_item() -> None:
+def test_the_handout_has_the_points_of_each_item():
     rows = (ROOT / "assignment/README.md").read_text().splitlines()
     for item in ITEMS:
         (row,) = [row for row in rows if row.startswith(f"| {item.name} |")]
         assert row.split("|")[-2].strip() == str(item.points)
 
 
-def test_the_update_of_the_reference_has_the_gradient_of_12() -> None:
+def test_the_update_of_the_reference_has_the_gradient_of_12():
     ranks = random_ranks([[2, 3], [4, 1]])
     weight = torch.randn(3, 5, dtype=torch.float64)
-    # (12) over the tokens of all micro-batches, in one graph.
-    policy, losses, sums = Policy(weight), [], 0
-    parts = [Part(*part) for of_rank in ranks for part in of_rank]
-    for part in parts:
-        log_ratio = policy(part)[0] - part.logp_behavior
-        sums = sums + ratio_sums(log_ratio, part.mask)
+    # (12) over the tokens of all micro-batches, which have room for 6 each, at once.
+    policy, parts = Policy(weight), sum(ranks, [])
+    whole = Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    logp, top_logp = policy(whole)
+    sums = ratio_sums(logp - whole.logp_behavior, whole.mask)
     e_b = effective_sample_size(sums).item()
-    for part in parts:
-        logp, top_logp = policy(part)
-        kl = kl_divergence(top_logp, part.top_logp_behavior)
-        loss = p3o(logp, part.logp_behavior, part.advantage, kl, e_b)
-        losses.append(loss[part.mask])
-    torch.cat(losses).mean().backward()
+    kl = kl_divergence(top_logp, whole.top_logp_behavior)
+    loss = p3o(logp, whole.logp_behavior, whole.advantage, kl, e_b)
+    loss[whole.mask].mean().backward()
     update = functions_of("batch.py")["update"]
     found_e_b, gradient, _ = run_ranks(update, weight, ranks)
     assert found_e_b == pytest.approx([e_b, e_b], rel=1e-12)
     torch.testing.assert_close(gradient, policy.weight.grad, rtol=0, atol=1e-12)
 
 
-def test_ranks_that_do_not_reduce_equally_often_are_told() -> None:
-    def update(policy, parts, all_reduce, world_size):
-        for part in parts:
-            all_reduce(part.mask.sum())
-        return 1.0
+HALF, UNEVEN = torch.tensor([1 / 2, 1 / 2]), torch.tensor([1 / 4, 3 / 4])
+LOG3 = math.log(3)
 
-    with pytest.raises(RuntimeError, match="all_reduce equally often"):
-        run_ranks(update, torch.ones(3, 5), random_ranks([[2], [2, 2]]))
+
+@pytest.mark.parametrize(
+    "name, arguments, right",
+    [
+        # rho = 0 and 2: (2/2)^2 / (4/2)
+        ("ess_of_variation", [1.0], 1 / 2),
+        # rho = 1, 1, 1, 4: (7/4)^2 / (19/4)
+        ("ess_with_one_outlier", [4, 4.0], 49 / 76),
+        # 1 / (1/4 / (1/4) + 1/4 / (3/4))
+        ("ess_of_policies", [HALF, UNEVEN], 3 / 4),
+        # rho = 3 is capped at e_B = 1/4, and the KL has the weight 3/4.
+        ("token_weight", [3.0, 1.0, 1 / 4], 1 / 4 - 3 / 4 * 3 * LOG3),
+        # log 2 and log 2/3 less their mean are 1/2 log 3 and -1/2 log 3.
+        ("kl_gradient", [HALF.log(), UNEVEN.log()], [LOG3 / 4, -LOG3 / 4]),
+        # (1 - e_B)(1 - 1/T); test_divergence.py has the identity.
+        ("entropy_bonus", [2.0, 1 / 2], 1 / 4),
+    ],
+)
+def test_the_derivations_of_the_reference_by_hand(name, arguments, right):
+    found = functions_of("derivations.py")[name](*arguments)
+    assert torch.as_tensor(found).tolist() == pytest.approx(right)
 
 
 # The matrix of mistakes
@@ -141,8 +152,8 @@ SOME_SLOW = [
 
 @pytest.mark.parametrize("mistake", SOME_SLOW, ids=lambda mistake: mistake.said)
 def test_a_mistake_loses_the_items_that_it_should_and_no_others(
-    runner: Runner, tmp_path: Path, mistake: Mistake
-) -> None:
+    runner, tmp_path, mistake
+):
     grade.copy_submission(SOLUTION, tmp_path)
     wrong = source_of(mistake.file, mistake)
     assert wrong != source_of(mistake.file)
@@ -152,40 +163,42 @@ def test_a_mistake_loses_the_items_that_it_should_and_no_others(
     assert any(mistake.said in sentence for sentence in lost.values()), lost
 
 
-def test_every_item_of_code_has_a_mistake_that_loses_it() -> None:
+def test_every_item_of_code_has_a_mistake_that_loses_it():
     assert {item for mistake in MISTAKES for item in mistake.items.split()} == set(ITEM)
 
 
-def test_a_mistake_in_the_loss_costs_nothing_in_the_batch(
-    runner: Runner, tmp_path: Path
-) -> None:
+def test_a_mistake_in_the_loss_costs_nothing_in_the_batch(runner, tmp_path):
     (mistake,) = [each for each in MISTAKES if "min(rho, 1)" in each.said]
     grade.copy_submission(SOLUTION, tmp_path)
     (tmp_path / "loss.py").write_text(source_of("loss.py", mistake))
-    assert grade.lost_items(grade.grade(runner, tmp_path, SEED)) == ["2.4"]
+    assert grade.lost_items(list(grade.grade_each(runner, tmp_path, SEED))) == ["2.4"]
+
+
+OF_LOSS = {item.name: item.function for item in ITEMS if item.file == "loss.py"}
+SAME = "import torch\ndef same(*arguments):\n    {}\n"
+SAME += " = ".join([*set(OF_LOSS.values()), "same"])
+ANSWERS = json.dumps([{"value": {"tensor": [3, 3, 3]}, "gradients": []}] * 9)
 
 
 @pytest.mark.parametrize(
-    "body",
+    "code",
     [
-        "return arguments[0] * 0",
-        "return torch.tensor(1.0, dtype=torch.float64)",
-        "return torch.tensor(float('nan'))",
-        "return 'all points, please'",
-        "raise FloatingPointError('not finite')",
+        SAME.format("return arguments[0] * 0"),
+        SAME.format("return torch.tensor(float('nan'))"),
+        SAME.format("return 'all points, please'"),
+        # It writes answers wherever it can, and ends.
+        "import os\nfor number in range(30):\n"
+        f"    try: os.write(number, {ANSWERS!r}.encode())\n"
+        "    except OSError: 0\nos._exit(0)",
     ],
+    ids=["zero", "NaN", "text", "forged"],
 )
-def test_functions_that_all_do_the_same_get_no_point(
-    runner: Runner, tmp_path: Path, body: str
-) -> None:
-    names = {item.function for item in ITEMS if item.file == "loss.py"}
-    code = f"import torch\ndef same(*arguments):\n    {body}\n"
-    (tmp_path / "loss.py").write_text(code + " = ".join([*names, "same"]))
-    of_file = {item.name for item in ITEMS if item.file == "loss.py"}
-    assert lost_of_file(runner, tmp_path, "loss.py").keys() == of_file
+def test_code_that_answers_without_computing_gets_no_point(runner, tmp_path, code):
+    (tmp_path / "loss.py").write_text(code)
+    assert lost_of_file(runner, tmp_path, "loss.py").keys() == OF_LOSS.keys()
 
 
-def test_inputs_repeat_with_their_seed_and_differ_without() -> None:
+def test_inputs_repeat_with_their_seed_and_differ_without():
     for item in ITEMS:
         first, again, other = [str(list(item.draw(Draw(seed)))) for seed in (1, 1, 2)]
         assert first == again != other
@@ -205,27 +218,22 @@ def sentence_of(runner: Runner, folder: Path, code: str) -> str:
 CALLED = "def ratio_sums(log_ratio, mask):\n    "
 
 
-@pytest.mark.parametrize("begin, line", [("", 1), (CALLED, 2)])
-def test_an_endless_loop_is_stopped_and_its_line_is_said(
-    runner: Runner, tmp_path: Path, monkeypatch, begin: str, line: int
-) -> None:
+def test_an_endless_loop_is_stopped_and_its_line_is_said(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(grade, "CPU_SECONDS", 1)
-    said = sentence_of(runner, tmp_path, begin + "while True: pass")
-    assert f"computed for too long and was stopped (loss.py, line {line})" in said
+    said = sentence_of(runner, tmp_path, CALLED + "while True: pass")
+    assert "computed for too long and was stopped (loss.py, line 2)" in said
 
 
 def test_an_endless_loop_that_ignores_the_signal_is_killed(
-    runner: Runner, tmp_path: Path, monkeypatch
-) -> None:
+    runner, tmp_path, monkeypatch
+):
     monkeypatch.setattr(grade, "CPU_SECONDS", 1)
     ignore = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)"
     code = f"{ignore}\nwhile True: pass"
     assert "took more than 1 s of computing" in sentence_of(runner, tmp_path, code)
 
 
-def test_what_neither_ends_nor_computes_is_not_graded(
-    runner: Runner, tmp_path: Path, monkeypatch
-) -> None:
+def test_what_neither_ends_nor_computes_is_not_graded(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(grade, "WALL_SECONDS", 0.5)
     (tmp_path / "loss.py").write_text("import time\ntime.sleep(10**6)")
     result = grade.grade_item(runner, ITEM["1.1"], tmp_path, SEED)
@@ -280,15 +288,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("code, said", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_code_is_told_what_happened(
-    runner: Runner, tmp_path: Path, code: str, said: str
-) -> None:
+def test_hostile_code_is_told_what_happened(runner, tmp_path, code, said):
     sentence = sentence_of(runner, tmp_path, code)
     assert said in sentence
     assert os.environ["GITHUB_TOKEN"] not in sentence
 
 
-def test_no_other_system_call_is_permitted(runner: Runner, tmp_path: Path) -> None:
+def test_no_other_system_call_is_permitted(runner, tmp_path):
     # Each of them by its number on x86-64, and by that of x32. Linux filters neither
     # uretprobe nor uprobe: they end the process that calls them.
     allowed = [*sandbox.ALLOWED, sandbox.OPENAT, 335, 336]
@@ -304,7 +310,7 @@ raise RuntimeError([n for n in numbers if not is_refused(n)])"""
     assert not reach_others & set(allowed)
 
 
-def test_memory_is_counted_from_what_the_process_has() -> None:
+def test_memory_is_counted_from_what_the_process_has():
     # torch with CUDA reserves 10 GB of addresses when it is imported.
     reserved = mmap.mmap(-1, 4 * 2**30, flags=mmap.MAP_PRIVATE, prot=0)
     process = os.fork()
@@ -321,9 +327,7 @@ def test_memory_is_counted_from_what_the_process_has() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
 
 
-def test_a_batch_that_replaces_the_ranks_gets_no_point(
-    runner: Runner, tmp_path: Path
-) -> None:
+def test_a_batch_that_replaces_the_ranks_gets_no_point(runner, tmp_path):
     grade.copy_submission(SOLUTION, tmp_path)
     right = source_of("batch.py").replace("def update(", "def right(")
     cheat = "import toy\nranks = toy.run_ranks\ndef update(*_): return 1.0\n"
@@ -333,30 +337,13 @@ def test_a_batch_that_replaces_the_ranks_gets_no_point(
     assert lost.keys() == {"3.1", "3.2", "3.3", "3.4", "3.5"}
 
 
-def test_an_input_that_no_longer_asks_for_a_gradient_costs_nothing(
-    runner: Runner, tmp_path: Path
-) -> None:
+def test_an_input_that_no_longer_asks_for_a_gradient_costs_nothing(runner, tmp_path):
     text = source_of("loss.py").replace(
         "logp_behavior.detach().double()",
         "logp_behavior.requires_grad_(False).double()",
     )
     (tmp_path / "loss.py").write_text(text)
     assert lost_of_file(runner, tmp_path, "loss.py") == {}
-
-
-def test_answers_that_code_writes_itself_get_no_point(
-    runner: Runner, tmp_path: Path
-) -> None:
-    forged = json.dumps([{"value": {"tensor": [3, 3, 3]}, "gradients": []}] * 9)
-    write = f"    try: os.write(number, {forged!r}.encode())\n    except OSError: 0\n"
-    code = f"import os\nfor number in range(30):\n{write}os._exit(0)"
-    (tmp_path / "loss.py").write_text(code)
-    results = [
-        grade.grade_item(runner, item, tmp_path, SEED)
-        for item in ITEMS
-        if item.file == "loss.py"
-    ]
-    assert [result for result in results if result.points or not result.sentence] == []
 
 
 @pytest.mark.parametrize(
@@ -370,7 +357,7 @@ def test_answers_that_code_writes_itself_get_no_point(
         "os.symlink(target, target + '.link')",
     ],
 )
-def test_no_file_can_be_changed(runner: Runner, tmp_path: Path, attempt: str) -> None:
+def test_no_file_can_be_changed(runner, tmp_path, attempt):
     submission, elsewhere = tmp_path / "submission", tmp_path / "elsewhere"
     submission.mkdir()
     elsewhere.mkdir()
@@ -383,7 +370,7 @@ def test_no_file_can_be_changed(runner: Runner, tmp_path: Path, attempt: str) ->
         assert len(list(target.parent.iterdir())) == 1
 
 
-def test_links_pipes_and_long_files_stay_behind(tmp_path: Path) -> None:
+def test_links_pipes_and_long_files_stay_behind(tmp_path):
     source, scratch = tmp_path / "source", tmp_path / "scratch"
     source.mkdir()
     scratch.mkdir()
@@ -409,34 +396,36 @@ def living(group: int) -> int:
     return count
 
 
-def wait_until(seconds: float, condition) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while not condition():
+        assert time.monotonic() < end
         time.sleep(0.1)
-    return condition()
 
 
-def test_no_process_outlives_a_grader_that_is_killed(tmp_path: Path) -> None:
+def test_no_process_outlives_a_grader_that_is_killed(tmp_path):
     (tmp_path / "loss.py").write_text("import time\ntime.sleep(10**6)")
-    code = f"""from pathlib import Path
-from assignment import grade
-with grade.start_runner(trusted=False) as runner:
-    grade.grade(runner, Path({str(tmp_path)!r}), 0)"""
-    command = [sys.executable, "-c", code]
-    grader = subprocess.Popen(command, start_new_session=True, cwd=ROOT)
+    grader = os.fork()
+    if grader == 0:
+        try:
+            os.setpgid(0, 0)
+            with grade.start_runner(trusted=False) as runner:
+                list(grade.grade_each(runner, tmp_path, SEED))
+        finally:
+            os._exit(1)
     try:
         # The grader, the runner, and the code.
-        assert wait_until(60, lambda: living(grader.pid) == 3)
+        wait_until(lambda: living(grader) == 3, seconds=60)
     finally:
-        grader.send_signal(signal.SIGKILL)
-        grader.wait()
-    assert wait_until(5, lambda: living(grader.pid) == 0)
+        os.kill(grader, signal.SIGKILL)
+        os.waitpid(grader, 0)
+    wait_until(lambda: living(grader) == 0, seconds=5)
 
 
 # What the grader prints and writes
 
 
-def test_one_cause_is_said_once(runner: Runner, tmp_path: Path) -> None:
+def test_one_cause_is_said_once(runner, tmp_path):
     (tmp_path / "loss.py").write_text("def ratio_sums(")
     results = [
         grade.grade_item(runner, ITEM[name], tmp_path, SEED) for name in ("1.1", "1.2")
@@ -460,8 +449,8 @@ def command(runner: Runner, monkeypatch):
 
 
 def test_many_submissions_are_graded_in_one_command(
-    tmp_path: Path, command, capsys, monkeypatch
-) -> None:
+    tmp_path, command, capsys, monkeypatch
+):
     folder, out = tmp_path / "all", tmp_path / "out"
     solved = (SOLUTION / "experiment.py").read_text()
     long = "l" * 253
@@ -486,16 +475,14 @@ def test_many_submissions_are_graded_in_one_command(
         "not graded: 4.1 (the folder cannot be read: link is a link)"
     )
     assert lines[6].startswith(f"6 submissions, --seed {SEED}; lost by how many: ")
-    assert (out / "emmy.txt").read_text().splitlines()[-1] == "points: 2 of 2"
+    assert (out / "04-emmy.txt").read_text().splitlines()[-1] == "points: 2 of 2"
     with (out / "grades.csv").open() as file:
         rows = [(row["submission"], row["4.1"]) for row in csv.DictReader(file)]
-    names = ["'=1+1", "Ada", "ada_", "emmy", "link", "l" * 200]
+    names = ["'=1+1", "Ada", "ada", "emmy", "link", long]
     assert rows == list(zip(names, ["", "2", "2", "2", "", "2"], strict=True))
 
 
-def test_one_item_is_graded_and_what_it_prints_is_shown(
-    tmp_path: Path, command, capsys
-) -> None:
+def test_one_item_is_graded_and_what_it_prints_is_shown(tmp_path, command, capsys):
     (tmp_path / "loss.py").write_text(
         CALLED + "print('\\x1b[2Jlog rho:', log_ratio[0, 0])"
     )
@@ -506,8 +493,8 @@ def test_one_item_is_graded_and_what_it_prints_is_shown(
 
 
 def test_gradescope_gets_all_items_even_if_the_grader_dies(
-    tmp_path: Path, runner: Runner, monkeypatch
-) -> None:
+    tmp_path, runner, monkeypatch
+):
     shutil.copy(SOLUTION / "experiment.py", tmp_path)
     monkeypatch.setattr(gradescope, "SUBMISSION", tmp_path)
     monkeypatch.setattr(gradescope, "RESULTS", tmp_path / "out.json")
@@ -541,8 +528,8 @@ def test_gradescope_gets_all_items_even_if_the_grader_dies(
     ],
 )
 def test_the_public_solution_loses_the_part_that_a_variant_changes(
-    tmp_path: Path, seed: int, lost: set[str]
-) -> None:
+    tmp_path, seed, lost
+):
     variant, public = tmp_path / "variant", tmp_path / "public"
     make_variant(seed, variant)
     public.mkdir()
@@ -553,9 +540,7 @@ def test_the_public_solution_loses_the_part_that_a_variant_changes(
         assert set(re.findall(r"(?m)^  (\S+)  0 of", said.stdout)) == of_folder
 
 
-def test_trusted_code_runs_in_this_process_on_any_system(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_trusted_code_runs_in_this_process_on_any_system(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     grade.copy_submission(SOLUTION, tmp_path)
     files = {name: str(tmp_path / name) for name in ("answers", "printed")}
@@ -576,8 +561,8 @@ def test_trusted_code_runs_in_this_process_on_any_system(
     ],
 )
 def test_where_foreign_code_cannot_be_enclosed_the_reason_is_said(
-    monkeypatch, is_root: bool, landlock: int, is_open: bool, said: str
-) -> None:
+    monkeypatch, is_root, landlock, is_open, said
+):
     monkeypatch.setattr(os, "geteuid", lambda: 0 if is_root else 1000)
     monkeypatch.setattr(sandbox, "landlock_version", lambda: landlock)
     monkeypatch.setattr(sandbox, "is_open_to_others", lambda path: is_open)
@@ -595,60 +580,44 @@ def complaint(tmp_path: Path, results: object) -> str:
     return wrong_results(path)
 
 
-def changed(**fields: object) -> dict:
-    """The reference's results.json with these fields of its first arm changed."""
-    results = json.loads((SOLUTION / "results.json").read_text())
-    next(iter(results["arms"].values())).update(fields)
-    return results
-
-
-@pytest.mark.parametrize(
-    "fields, said",
-    [
-        ({"seeds": [0, 1, 2, 3]}, "at least 5 items"),
-        ({"seeds": [0, 1, 2, 3, 3]}, "has a seed twice"),
-        ({"seeds": [5, 6, 7, 8, 9]}, "do not have the same seeds"),
-        ({"values": [0.5]}, "not one value for each seed"),
-        ({"values": [2.0] * 5}, "less than or equal to 1"),
-        ({"values": [0.5] * 5}, "from the values it is"),
-        ({"flags": ["--seed=3"]}, "leave --seed, --config and --help out"),
-        ({"flags": ["--objective=antigravity"]}, "'antigravity' is none of p3o"),
-        ({"flags": ["--objective=ppo"]}, "train.py refuses the flags"),
-        ({"flags": ["--temprature=1.2"]}, "train.py refuses the flags"),
-        ({"flags": ["--lag=4"] * 51}, "at most 50 items"),
-    ],
-)
-def test_results_that_do_not_fit_are_told(
-    tmp_path: Path, fields: dict, said: str
-) -> None:
-    assert said in complaint(tmp_path, changed(**fields))
-
-
-@pytest.mark.parametrize("results", [None, [], 3, {"arms": 3}])
-def test_results_of_another_form_are_told(tmp_path: Path, results: object) -> None:
+@pytest.mark.parametrize("results", [None, {"arms": 3}])
+def test_results_of_another_form_are_told(tmp_path, results):
     assert complaint(tmp_path, results).startswith("results.json, ")
+
+
+def flags(words: str) -> dict[str, list[str]]:
+    return {"flags": words.split()}
 
 
 @pytest.mark.parametrize(
     "first, second, said",
     [
-        (["--lag=4", "--out_dir=runs/a"], ["--lag", "4"], "have the same settings"),
-        (["--lag=4", "--kv_cache_gb=1"], ["--lag=4"], "have the same settings"),
-        (["--objective=p3o"], ["--objective=grpo"], "no arm has a mismatch"),
-        (["--minibatches=1"], ["--objective=grpo"], "no arm has a mismatch"),
-        (["--minibatches=4"], ["--objective=grpo"], ""),
-        (["--objective=p3o"], ["--lag=4"], ""),
-        (["--top_p=0.9"], ["--objective=grpo"], ""),
-        (["--objective=antigravity:fly", "--lag=4"], ["--objective=grpo"], ""),
+        ({"seeds": [0, 1, 2, 3]}, {}, "at least 5 items"),
+        ({"seeds": [0, 1, 2, 3, 3]}, {}, "has a seed twice"),
+        ({"seeds": [5, 6, 7, 8, 9]}, {}, "do not have the same seeds"),
+        ({"values": [0.5]}, {}, "not one value for each seed"),
+        ({"values": [2.0] * 5}, {}, "less than or equal to 1"),
+        ({"values": [0.5] * 5}, {}, "from the values it is"),
+        (flags("--seed=3"), {}, "leave --seed, --config and --help out"),
+        (flags("--objective=antigravity"), {}, "'antigravity' is none of p3o"),
+        (flags("--temprature=1.2"), {}, "train.py refuses the flags"),
+        (flags("--lag=4 " * 51), {}, "at most 50 items"),
+        # The arms differ, and one of them has a mismatch.
+        (flags("--lag=4 --out_dir=runs/a"), flags("--lag 4"), "have the same settings"),
+        (flags("--lag=4 --kv_cache_gb=1"), flags("--lag=4"), "have the same settings"),
+        (flags("--objective=p3o"), flags("--objective=grpo"), "no arm has a mismatch"),
+        (flags("--minibatches=1"), flags("--objective=grpo"), "no arm has a mismatch"),
+        (flags("--minibatches=4"), flags("--objective=grpo"), ""),
+        (flags("--top_p=0.9"), flags("--objective=p3o"), ""),
+        # Nothing that a student names is imported.
+        (flags("--objective=antigravity:fly --lag=4"), flags("--objective=grpo"), ""),
     ],
 )
-def test_arms_differ_and_one_of_them_has_a_mismatch(
-    tmp_path: Path, first: list[str], second: list[str], said: str
-) -> None:
-    results = changed(flags=first)
-    list(results["arms"].values())[1]["flags"] = second
+def test_what_does_not_fit_in_results_is_told(tmp_path, first, second, said):
+    results = json.loads((SOLUTION / "results.json").read_text())
+    for arm, fields in zip(results["arms"].values(), (first, second), strict=True):
+        arm.update(fields)
     found = complaint(tmp_path, results)
     assert said in found
     assert bool(said) == bool(found)
-    # Nothing that a student names is imported.
     assert "antigravity" not in sys.modules

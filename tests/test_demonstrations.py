@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 
 import pytest
 import torch
@@ -45,12 +46,8 @@ def batch():
     [
         # min(rho, e_B) A, with e_B = 0.7289
         ("p3o", [[0.25, 0.5, ESS], [-2 * ESS, -2 * ESS, 0]]),
-        # A
-        ("reinforce", [[1, 1, 1], [-2, -2, 0]]),
         # rho A, but 0 where rho > 1.2 and A > 0, or rho < 0.8 and A < 0
         ("grpo", [[0.25, 0.5, 0], [-2, -3, 0]]),
-        # min(rho, 2) A
-        ("tis", [[0.25, 0.5, 2], [-2, -3, 0]]),
     ],
 )
 def test_the_weight_of_a_token_is_what_its_objective_says(name, expected, batch):
@@ -106,25 +103,16 @@ def test_is_has_no_bias_and_k3_and_too_few_tokens_have_one(pair):
     assert biases[1] > biases[5] > biases[20] > 0.01
 
 
-def test_the_noise_is_the_standard_deviation_over_draws(pair):
-    # Over 200,000 draws of the first policy: within 0.5%.
-    logits, noise = pair[:, :1]
-    logp_behavior = kl_estimators.behavior_at("rounded", logits, noise, ess=0.6)
-    generator = torch.Generator().manual_seed(1)
-    draws = torch.multinomial(
-        logp_behavior[0].exp(), 200_000, replacement=True, generator=generator
-    )
-    logp = logits.log_softmax(dim=-1)[0]
-    ratio = (logp - logp_behavior[0]).exp()
-    # d/d log rho of rho log rho - rho + 1, and of log rho + 1/rho - 1
-    for name, weight in (("is", ratio * ratio.log()), ("k3", 1 - 1 / ratio)):
-        direction = torch.eye(64, dtype=torch.float64)[draws] - logp.exp()
-        gradient = weight[draws][:, None] * direction  # [draws, 64]
-        distance = gradient - gradient.mean(dim=0)
-        sampled = distance.square().sum(dim=1).mean().sqrt().item()
-        estimator = kl_estimators.SAMPLED[name]
-        _, noise = kl_estimators.sampled_gradient(estimator, logits, logp_behavior)
-        assert noise.item() == pytest.approx(sampled, rel=0.02)
+def test_the_noise_is_the_standard_deviation_over_draws_by_hand():
+    # pi_theta = (1/2, 1/2), pi_b = (1/4, 3/4): rho = 2 and 2/3. The gradient is rho log
+    # rho times (1/2, -1/2) for the first token, and times (-1/2, 1/2) for the second.
+    # Two values, drawn with 1/4 and 3/4, deviate by sqrt(3)/4 of their distance.
+    logits = torch.zeros(1, 2, dtype=torch.float64)
+    logp_behavior = torch.tensor([[1 / 4, 3 / 4]], dtype=torch.float64).log()
+    estimator = kl_estimators.SAMPLED["is"]
+    _, noise = kl_estimators.sampled_gradient(estimator, logits, logp_behavior)
+    distance = (2 * math.log(2) + 2 / 3 * math.log(2 / 3)) / math.sqrt(2)
+    assert noise.item() == pytest.approx(math.sqrt(3) / 4 * distance)
 
 
 # The meter
@@ -142,22 +130,23 @@ def test_the_meter_gives_the_numbers_of_a_batch_that_can_be_done_by_hand():
     assert found["KL, sampled token"] == pytest.approx(0.560710, rel=1e-5)
 
 
-def test_the_meter_gives_the_kl_by_hand_for_each_k_that_the_engine_lists():
-    """pi = (1/2, 1/4, 1/8, 1/16, 1/16), pi_b has 1/4 and 1/2 first: K = 1 and 5."""
-    pi = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]])
-    pi_b = torch.tensor([[0.25, 0.5, 0.125, 0.0625, 0.0625]])
-    found = meter.kl_by_listed_tokens(pi.log(), pi_b.log(), restrict=False)
-    # 1/2 log 2 + 1/2 log(2/3) and 1/2 log 2 + 1/4 log(1/2), in nats
-    assert found == pytest.approx({1: 0.143841, 5: 0.173287}, rel=1e-4)
-
-
-def test_the_meter_restricts_the_kl_to_the_support_of_top_k():
-    """pi_b = (1/2, 1/2) after top-k 2; pi_theta on these tokens is (3/4, 1/4)."""
-    pi = torch.tensor([[0.6, 0.2, 0.1, 0.05, 0.05]])
-    pi_b = torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0]])
-    found = meter.kl_by_listed_tokens(pi.log(), pi_b.log(), restrict=True)
-    # 3/4 log(3/2) + 1/4 log(1/2)
-    assert found[5] == pytest.approx(0.130812, rel=1e-4)
+@pytest.mark.parametrize(
+    "pi, pi_b, restrict, right",
+    [
+        # For each K that the engine lists, in nats: 1/2 log 2 + 1/2 log(2/3), and
+        # 1/2 log 2 + 1/4 log(1/2).
+        ([8, 4, 2, 1, 1], [4, 8, 2, 1, 1], False, {1: 0.143841, 5: 0.173287}),
+        # After top-k 2, on whose tokens pi_theta is (3/4, 1/4): 3/4 log(3/2) + 1/4
+        # log(1/2). Of the first alone there is nothing.
+        ([12, 4, 2, 1, 1], [1, 1, 0, 0, 0], True, {1: 0.0, 5: 0.130812}),
+    ],
+)
+def test_the_meter_gives_the_kl_by_hand(pi, pi_b, restrict, right):
+    logp, logp_behavior = [
+        (torch.tensor([each]) / sum(each)).log() for each in (pi, pi_b)
+    ]
+    found = meter.kl_by_listed_tokens(logp, logp_behavior, restrict)
+    assert found == pytest.approx(right, rel=1e-4, abs=1e-6)
 
 
 # Trust

@@ -93,12 +93,13 @@ def test_a_single_problem_tells_nothing_of_others():
 def test_an_evaluation_counts_the_right_samples_of_each_problem(
     engine, policy, heldout
 ):
-    found = evaluate(engine, heldout, samples=2, max_tokens=64)
+    some = Split(heldout.problems[:200], heldout.prompts[:200], heldout.verifier)
+    found = evaluate(engine, some, samples=2, max_tokens=64)
     counts = [each["rewards"].count(1.0) for each in found]
-    assert len(counts) == 512
+    assert len(counts) == 200
     assert set(counts) == {0, 1, 2}
-    # The embedded policy solves 0.44: standard error at most sqrt(0.25 / 512) = 0.022.
-    assert sum(counts) / 1024 == pytest.approx(0.44, abs=3 * 0.022)
+    # The embedded policy solves 0.44: standard error at most sqrt(0.25 / 200) = 0.035.
+    assert sum(counts) / 400 == pytest.approx(0.44, abs=3 * 0.035)
 
 
 def test_heldout_accuracy_is_of_samples_at_the_policys_temperature_and_greedy(
@@ -213,17 +214,6 @@ def test_prompts_without_room_for_a_response_can_be_left_out():
     assert len(benchmarks["tiny"].prompts) == 236
 
 
-def test_greedy_samples_have_no_noise(run_here, tmp_path):
-    counts = []
-    for seed in 0, 1:
-        flags = ["--temperature=0", f"--seed={seed}", "--limit=64"]
-        result = evaluate_here(run_here, tmp_path / str(seed), *flags)
-        counts.append(result["correct"]["tiny"])
-    assert counts[0] == counts[1]
-    # Greedy decoding solves 0.21 of all problems.
-    assert 0.05 < sum(counts[0]) / 64 < 0.4
-
-
 @pytest.mark.slow
 def test_two_ranks_count_what_one_rank_counts_with_an_engine_each_or_a_shared_one(
     run_here, tmp_path
@@ -249,12 +239,9 @@ def test_two_ranks_count_what_one_rank_counts_with_an_engine_each_or_a_shared_on
     [
         ("--task=tiny,sums", "there is no task 'sums'"),
         ("--task=math500 --split=train", "the task 'math500' has no split 'train'"),
-        ("--samples=0", "samples is '0': Input should be greater than 0"),
         ("--temperature=2.5", "temperature is '2.5'"),
         ("--temperature=0 --samples=4", "greedy samples are all the same"),
         ("--split=test", "split is 'test': Input should be 'train' or 'heldout'"),
-        ("--kv_cache=1", "unrecognized arguments: --kv_cache"),
-        ("--rollout_tp=3", "rollout_tp is 3"),
         ("--rollout_tp=2", "rollout_tp is 2"),
         # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context
         # is 128.

@@ -50,7 +50,9 @@ def shard(folder: Path) -> None:
     for shard_name, part in of_shard.items():
         save(part, folder / shard_name)
     places = {name: shard for shard, part in of_shard.items() for name in part}
-    (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / f"{FILE}.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
 
 
 def refusal(folder: Path, **options: Any) -> str:
@@ -66,22 +68,30 @@ def refusal(folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     "change, config, sentence",
     [
-        (lambda w: w.pop(UP), {}, f"{UP} is missing in its safetensors and [384, 128]"),
+        (
+            lambda w: w.pop(UP),
+            {},
+            f"{UP} of shape [384, 128] is in its config.json alone",
+        ),
         (
             lambda w: w.update({UP: torch.ones(384, 64)}),
             {},
-            f"{UP} is [384, 64] in its safetensors and [384, 128] by its config.json",
+            f"{UP} of shape [384, 64] is in its safetensors alone",
         ),
-        (lambda w: None, {"tie_word_embeddings": False}, f"{HEAD} is missing in its"),
-        (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), {}, f"{EMBEDDING} is missing"),
+        (lambda w: None, {"tie_word_embeddings": False}, f"{HEAD} of shape"),
+        (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), {}, f"{EMBEDDING} of shape"),
         (
             lambda w: w.update({HEAD: 2 * w[EMBEDDING]}),
             {},
             f"{HEAD} and {EMBEDDING} differ in its safetensors, and are one weight",
         ),
         # A layer of the file that the model would leave out.
-        (lambda w: None, {"num_hidden_layers": 2}, "[128] in its safetensors and mis"),
-        (lambda w: None, {"attention_bias": True}, "k_proj.bias is missing in its"),
+        (lambda w: None, {"num_hidden_layers": 2}, "[128] is in its safetensors alone"),
+        (
+            lambda w: None,
+            {"attention_bias": True},
+            "k_proj.bias of shape [128] is in its config.json",
+        ),
     ],
     ids="missing other-shape no-head head-only other-head layers bias".split(),
 )
@@ -128,7 +138,7 @@ def test_neither_script_starts_with_a_weight_that_is_missing(script, folder):
     weights = load_file(folder / FILE)
     del weights[UP]
     save(weights, folder / FILE)
-    assert f"{UP} is missing" in refusal_of(script, f"--model={folder}")
+    assert f"{UP} of shape" in refusal_of(script, f"--model={folder}")
 
 
 # Folders, heads and types
@@ -145,9 +155,12 @@ TWELVE = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_heads": 
             {"num_key_value_heads": 2},
             "rollout_tp is 3, which does not divide {}'s 12 attention and 2 key",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "{} is quantized"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "{}: its config.json has a quantization_config",
+        ),
         ({"model_type": "gpt2"}, "{} is of type gpt2, which train.py has not learnt"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which"),
+        ({"final_logit_softcapping": 30.0}, "has a final_logit_softcapping, which"),
         ({"vocab_size": 19}, "{}: its tokenizer has 20 tokens, and the model only 19 "),
         ({"head_dim": 40}, "{} has attention heads of size"),
     ],
@@ -159,6 +172,11 @@ def test_a_model_that_cannot_be_shared_or_trained_is_refused(
     set_config(folder, **TWELVE | config)
     refused = refusal(folder, tp=3, to_train=True)
     assert sentence.format(folder) in refused
+
+
+def test_a_type_whose_config_tells_no_context_length_is_refused(folder):
+    (folder / "config.json").write_text('{"model_type": "bloom", "n_head": 4}')
+    assert "bloom, whose config has no max_position_embeddings" in refusal(folder)
 
 
 def without_config(folder: Path) -> None:
@@ -174,7 +192,7 @@ def with_a_pointer_for_a_tokenizer(folder: Path) -> None:
     [
         (shutil.rmtree, "neither a folder nor a hub's owner/name"),
         (without_config, "has no config.json: an adapter (LoRA) is merged"),
-        (with_a_pointer_for_a_tokenizer, "in the folder: Expecting value"),
+        (with_a_pointer_for_a_tokenizer, "a folder or on the hub: Expecting value"),
     ],
 )
 def test_what_is_no_model_folder_is_refused(

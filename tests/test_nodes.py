@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import TWO_STEPS
-from launch import read_metrics, start_node
+from launch import assert_same_metrics, read_metrics, start_node
 from test_checkpoints import names
 from test_resume import assert_same_run
-from test_tensor_parallel import assert_same_run as assert_same_metrics
 
 from support.checkpoints import checkpoints
 from support.command import Refused

@@ -19,12 +19,12 @@ def printed(notebook: NotebookNode) -> str:
     return "".join(output.text for output in outputs if output.get("name") == "stdout")
 
 
-def test_the_notebook_has_the_cells_of_its_source(committed: NotebookNode) -> None:
+def test_the_notebook_has_the_cells_of_its_source(committed):
     source = cells_of(SOURCE.read_text())
     assert [cell.source for cell in committed.cells] == [cell.source for cell in source]
 
 
-def test_the_notebook_was_run_from_top_to_bottom(committed: NotebookNode) -> None:
+def test_the_notebook_was_run_from_top_to_bottom(committed):
     code = [cell for cell in committed.cells if cell.cell_type == "code"]
     counts = [cell.execution_count for cell in code]
     assert counts == list(range(1, len(code) + 1))
@@ -34,7 +34,7 @@ def test_the_notebook_was_run_from_top_to_bottom(committed: NotebookNode) -> Non
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(committed: NotebookNode) -> None:
+def test_the_notebook_runs(committed):
     # Its cells assert what they show: e_B of a fresh, of a stale and of a hot batch.
     again = nbformat.v4.new_notebook(cells=cells_of(SOURCE.read_text()))
     execute(again)

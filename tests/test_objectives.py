@@ -8,19 +8,16 @@ splits of the batch, extreme inputs. rho is 1 for a fresh token, A is the advant
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from loss_batches import (
     F64,
-    IN_SHARES,
-    SHARES,
     TOLERANCE,
-    Outcome,
     assert_close,
     assert_same_outcome,
+    batches,
     expected,
     make_batch,
     one_token_each,
@@ -34,16 +31,30 @@ from loss import LOSSES
 
 torch.set_num_threads(1)
 E_B = 0.4  # No objective of experiments/objectives.py looks at it.
-NAMES = """reinforce grpo dapo gspo cispo tis
-    m2po a3po bapo asymre rec opmd sapo""".split()
-WHOLE_BATCH = ["m2po", "bapo"]  # They decide on all tokens together.
-EVERY_NAME = pytest.mark.parametrize("name", NAMES)
+# Each with hyper-parameters other than its defaults.
+OTHERS: dict[str, dict[str, float]] = {
+    "reinforce": {},
+    "grpo": {"eps": 0.4},
+    "dapo": {"eps_low": 0.1, "eps_high": 0.5},
+    "gspo": {"eps_low": 0.2, "eps_high": 0.3},
+    "cispo": {"eps_high": 0.5},
+    "tis": {"C": 1.0},
+    "m2po": {"tau": 0.3},
+    "a3po": {"alpha": 0.75, "eps": 0.2, "cap": 1.5},
+    "bapo": {"target": 0.4, "high_max": 1.5},
+    "asymre": {"delta": -0.5},
+    "rec": {"eps": 0.4},
+    "opmd": {"tau": 1.0},
+    "sapo": {"tau_pos": 0.5, "tau_neg": 2.0},
+}
+EVERY_NAME = pytest.mark.parametrize("name", list(OTHERS))
 Objectives = dict[str, Callable[..., Tensor]]
 
 
 def by_name(module: ModuleType) -> Objectives:
     """The objectives of loss.py, and those of experiments/objectives.py."""
-    return LOSSES | {name: getattr(module, name) for name in NAMES[2:]}
+    own = {name: getattr(module, name) for name in OTHERS if name not in LOSSES}
+    return LOSSES | own
 
 
 @pytest.fixture(scope="session")
@@ -54,38 +65,12 @@ def objectives() -> Objectives:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @EVERY_NAME
-def test_an_objective_equals_the_oracle(
-    objectives: Objectives, name: str, dtype: torch.dtype
-) -> None:
-    for seed, spread in enumerate((0.02, 0.3, 0.6, 1.5)):  # from nearly fresh to stale
-        batch = make_batch(seed, spread=spread, dtype=dtype)
-        outcome = run(objectives[name], batch, E_B)
-        assert_same_outcome(outcome, expected(name, batch, E_B), TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(
-    "name, hyper_parameters",
-    [
-        ("grpo", {"eps": 0.4}),
-        ("dapo", {"eps_low": 0.1, "eps_high": 0.5}),
-        ("gspo", {"eps_low": 0.2, "eps_high": 0.3}),
-        ("cispo", {"eps_high": 0.5}),
-        ("tis", {"C": 1.0}),
-        ("m2po", {"tau": 0.3}),
-        ("a3po", {"alpha": 0.75, "eps": 0.2, "cap": 1.5}),
-        ("bapo", {"target": 0.4, "high_max": 1.5}),
-        ("asymre", {"delta": -0.5}),
-        ("rec", {"eps": 0.4}),
-        ("opmd", {"tau": 1.0}),
-        ("sapo", {"tau_pos": 0.5, "tau_neg": 2.0}),
-    ],
-)
-def test_hyper_parameters_equal_the_oracle(
-    objectives: Objectives, name: str, hyper_parameters: dict[str, float]
-) -> None:
-    batch = make_batch(5)
-    outcome = run(objectives[name], batch, E_B, **hyper_parameters)
-    assert_same_outcome(outcome, expected(name, batch, E_B, **hyper_parameters))
+def test_an_objective_equals_the_oracle(objectives, name, dtype):
+    for batch in batches(dtype):
+        for options in ({}, OTHERS[name]):
+            outcome = run(objectives[name], batch, E_B, **options)
+            right = expected(name, batch, E_B, **options)
+            assert_same_outcome(outcome, right, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -111,8 +96,8 @@ def test_hyper_parameters_equal_the_oracle(
     ],
 )
 def test_a_high_ratio_token_weighs_what_the_table_says(
-    objectives: Objectives, name: str, positive: float, negative: float
-) -> None:
+    objectives, name, positive, negative
+):
     # The weight on grad log pi_theta of a token with rho = 10, for A = 1 and A = -1.
     for advantage, weight in ((1.0, positive), (-1.0, negative)):
         outcome = run(objectives[name], one_token_each([10.0], advantage), E_B)
@@ -120,9 +105,7 @@ def test_a_high_ratio_token_weighs_what_the_table_says(
 
 
 @EVERY_NAME
-def test_on_a_fresh_batch_every_objective_is_reinforce(
-    objectives: Objectives, name: str
-) -> None:
+def test_on_a_fresh_batch_every_objective_is_reinforce(objectives, name):
     # The gradient is -A / |B|, and the KL has none. AsymRE adds 0.1 to each A, also
     # where it is 0, but not to padding.
     batch = make_batch(3)
@@ -135,8 +118,8 @@ def test_on_a_fresh_batch_every_objective_is_reinforce(
 
 
 def test_gspo_has_the_geometric_mean_of_a_responses_ratios_by_hand(
-    objectives: Objectives,
-) -> None:
+    objectives,
+):
     # rho = 1 and 4, and padding, which is no part of the mean: a ratio of 2. A = -1,
     # so that nothing is clipped: both tokens lose 2, and each has half of the weight.
     logp = torch.tensor([[-1.0, -1.0, 0.0]], dtype=F64)
@@ -151,8 +134,8 @@ def test_gspo_has_the_geometric_mean_of_a_responses_ratios_by_hand(
 
 
 def test_m2po_and_bapo_look_at_the_whole_batch_by_hand(
-    objectives: Objectives,
-) -> None:
+    objectives,
+):
     for name, weight_of_ratio in (
         # log rho of 0.1, 0.2 and 0.3 has a mean square of 0.14 / 3, above 0.04. Without
         # the last it is 0.05 / 2. The fourth token has moved against its advantage.
@@ -169,142 +152,57 @@ def test_m2po_and_bapo_look_at_the_whole_batch_by_hand(
         assert_close(-outcome.to_logp[:, 0], list(weight_of_ratio.values()))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in WHOLE_BATCH])
-def test_any_split_of_the_rows_gives_the_gradient_of_the_batch(
-    objectives: Objectives, name: str
-) -> None:
-    batch = make_batch(11, spread=0.8)
-    count = int(batch.mask.sum())
-    parts = [batch.rows(slice(i, i + 2)) for i in range(0, 8, 2)]
-    outcomes = [run(objectives[name], part, E_B, token_count=count) for part in parts]
-    values, to_logp, to_kl = zip(*outcomes, strict=True)
-    found = Outcome(sum(values), torch.cat(to_logp), torch.cat(to_kl))
-    assert_same_outcome(found, run(objectives[name], batch, E_B), 1e-9)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-@pytest.mark.parametrize("logp, behavior", [(-1.0, -81.0), (-81.0, -1.0)])
-@EVERY_NAME
-def test_80_nats_give_the_right_answer(
-    objectives: Objectives,
-    name: str,
-    logp: float,
-    behavior: float,
-    advantage: float,
-    dtype: torch.dtype,
-) -> None:
-    batch = make_batch(14, dtype=dtype)
-    batch.logp[3, 0] = logp
-    batch.logp_behavior[3, 0] = behavior
-    batch.advantage[3] = advantage * batch.mask[3]
-    outcome = run(objectives[name], batch, E_B)
-    assert_same_outcome(outcome, expected(name, batch, E_B), TOLERANCE[dtype])
-
-
 # P3O with a part of it taken out or replaced
 
 
-def test_cap_without_kl_is_the_first_term_of_p3o() -> None:
-    batch = make_batch(22)
-    value, to_logp, to_kl = run(ablations.cap_without_kl, batch, E_B)
-    right = expected("p3o", batch._replace(kl=0 * batch.kl), E_B)
-    assert_close(value, right.value)
-    assert_close(to_logp, right.to_logp)
-    assert not to_kl.any()
-
-
-def test_kl_without_cap_is_importance_sampling_and_the_kl() -> None:
-    batch = make_batch(22)
-    outcome = run(ablations.kl_without_cap, batch, E_B)
-    untruncated = expected("tis", batch, E_B, C=math.inf)
-    assert_close(outcome.to_logp, untruncated.to_logp)
-    assert_close(outcome.to_kl, expected("p3o", batch, E_B).to_kl)
-    kl = (1 - E_B) * batch.kl[batch.mask].mean()
-    assert_close(outcome.value, untruncated.value + kl)
-
-
-def test_kl_where_signal_is_p3o_with_the_kl_of_some_tokens() -> None:
-    batch = make_batch(22)
-    signal = batch.advantage != 0
-    assert 0 < signal.sum() < batch.mask.sum()
-    value, to_logp, to_kl = run(ablations.kl_where_signal, batch, E_B)
-    right = expected("p3o", batch._replace(kl=batch.kl * signal), E_B)
-    assert_close(value, right.value)
-    assert_close(to_logp, right.to_logp)
-    assert_close(to_kl, right.to_kl * signal)
-
-
-# An estimate of the KL from the sampled token, by log rho: the value and its slope.
-ESTIMATES = {
-    "importance_sampled": (
-        lambda x: math.exp(x) * x - math.exp(x) + 1,
-        lambda x: math.exp(x) * x,
-    ),
-    "k3": (lambda x: x + math.exp(-x) - 1, lambda x: 1 - math.exp(-x)),
-}
-
-
-@pytest.mark.parametrize("log_ratio", [-12.0, -0.5, 0.5, 12.0])
-@pytest.mark.parametrize("name", list(ESTIMATES))
-def test_an_estimate_is_its_formula_and_not_clamped(
-    name: str, log_ratio: float
-) -> None:
-    # A = 0 and e_B = 0.25 leave 3/4 of the estimate. The KL of the batch is ignored.
-    value, slope = ESTIMATES[name]
-    batch = one_token_each([math.exp(log_ratio)], advantage=0.0)
-    batch = batch._replace(kl=torch.ones_like(batch.kl))
-    outcome = run(getattr(ablations, name), batch, 0.25)
-    assert_close(outcome.value, 0.75 * value(log_ratio))
-    assert_close(outcome.to_logp, [[0.75 * slope(log_ratio)]])
-    assert not outcome.to_kl.any()
-
-
-def test_the_mean_of_importance_sampled_is_the_kl_and_that_of_k3_is_not() -> None:
-    # Over tokens of pi_b. So it is with the gradient.
-    logits = torch.tensor([0.5, -1.0, 0.2, 0.1], dtype=F64).requires_grad_()
-    policy = logits.softmax(dim=0)
-    kl = (policy * (policy / SHARES).log()).sum()
-    (kl_gradient,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    # A = 0 and e_B = 0 leave the estimate alone.
-    nothing = torch.zeros(len(IN_SHARES), dtype=F64)
-    logp = logits.log_softmax(dim=0)[IN_SHARES]
-    tokens = (logp, SHARES.log()[IN_SHARES], nothing, nothing, 0.0)
-    mean = ablations.importance_sampled(*tokens).mean()
-    (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
-    assert_close(mean.detach(), kl.detach(), 1e-9)
-    assert_close(gradient, kl_gradient, 1e-9)
-    # The mean of k3 is chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta).
-    mean = ablations.k3(*tokens).mean()
-    chi_squared = (SHARES**2 / policy).sum() - 1
-    reversed_kl = (SHARES * (SHARES / policy).log()).sum()
-    assert_close(mean.detach(), (chi_squared - reversed_kl).detach(), 1e-9)
-    assert abs(mean - kl) > 0.1 * kl
+@pytest.mark.parametrize(
+    "name, weight, kl_weights",
+    [
+        ("cap_without_kl", 0.8, [0, 0]),
+        ("kl_without_cap", 6, [0.6, 0.6]),
+        ("kl_where_signal", 0.8, [0.6, 0]),
+    ],
+)
+def test_a_part_of_p3o_is_left_out_by_hand(name, weight, kl_weights):
+    # Two tokens with rho = 3, one with A = 2 and one with A = 0, at e_B = 0.4. Those of
+    # P3O are min(rho, e_B) A = 0.8, and 1 - e_B = 0.6 for both.
+    batch = one_token_each([3.0, 3.0])
+    batch = batch._replace(advantage=torch.tensor([[2.0], [0.0]], dtype=F64))
+    _, to_logp, to_kl = run(getattr(ablations, name), batch, 0.4, token_count=1)
+    assert_close(-to_logp, [[weight], [0]])
+    assert_close(to_kl, [[each] for each in kl_weights])
 
 
 @pytest.mark.parametrize(
-    "log_ratio, slope",
+    "name, log_ratio, slope",
     [
-        (-9.9, 1 - math.exp(9.9)),  # pulls a token that has become rare back: -19,929
-        (-10.1, 1.0),  # pushes it on
-        (2.0, 1 - math.exp(-2)),  # k3
-        (10.1, 1.0),
+        ("importance_sampled", -12.0, -12 * math.exp(-12)),
+        ("importance_sampled", 0.5, 0.5 * math.exp(0.5)),
+        ("k3", -12.0, 1 - math.exp(12)),  # not clamped
+        ("k3", 2.0, 1 - math.exp(-2)),
+        ("clamped_k3", 2.0, 1 - math.exp(-2)),
+        ("clamped_k3", 10.1, 1.0),
+        # It pulls a token that has become rare back, by 19,929, and a rarer one on.
+        ("clamped_k3", -9.9, 1 - math.exp(9.9)),
+        ("clamped_k3", -10.1, 1.0),
     ],
 )
-def test_clamped_k3_pushes_a_rare_token_away(log_ratio: float, slope: float) -> None:
-    # A = 0 and e_B = 0.25 leave 3/4 of the derivative of the KL.
+def test_an_estimate_of_the_kl_has_the_slope_of_its_formula(name, log_ratio, slope):
+    # A = 0 and e_B = 0.25 leave 3/4 of the estimate. The KL of the batch is ignored.
     batch = one_token_each([math.exp(log_ratio)], advantage=0.0)
-    outcome = run(ablations.clamped_k3, batch, 0.25)
+    batch = batch._replace(kl=torch.ones_like(batch.kl))
+    outcome = run(getattr(ablations, name), batch, 0.25)
     assert_close(outcome.to_logp, [[0.75 * slope]])
+    assert not outcome.to_kl.any()
 
 
-def test_fixed_ess_takes_a_level_for_e_b() -> None:
+def test_fixed_ess_takes_a_level_for_e_b():
     batch = make_batch(22)
     outcome = run(ablations.fixed_ess, batch, E_B, level=0.3)
     assert_same_outcome(outcome, expected("p3o", batch, 0.3))
 
 
-def test_e_b_is_measured_over_responses_or_its_level_is_changed_by_hand() -> None:
+def test_e_b_is_measured_over_other_things_or_its_level_is_changed_by_hand():
     # Two responses with rho = 1, 9 and rho = 1, padding. A token of the second has an
     # advantage of 0, and pi_b is not sure of it: it is no padding.
     ratio = torch.tensor([[1.0, 9.0], [1.0, 1.0]], dtype=F64)
@@ -313,15 +211,19 @@ def test_e_b_is_measured_over_responses_or_its_level_is_changed_by_hand() -> Non
     advantage = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=F64)
     tokens = (logp, logp_behavior, advantage, kl)
     for name, level, options in (
+        ("ess_where_signal", 25 / 41, {}),  # of the first two tokens
         ("ess_of_responses", 25 / 41, {}),  # 9 and 1: (10 / 2)^2 / (82 / 2)
         ("ess_of_mean_ratios", 0.8, {}),  # 3 and 1: (4 / 2)^2 / (10 / 2)
         ("ess_to_a_power", 0.16, {"power": 2}),  # 0.4^2
     ):
         found = getattr(ablations, name)(*tokens, E_B, **options)
         assert_close(found, LOSSES["p3o"](*tokens, level))
+    # Without any advantage nothing moves the policy.
+    no_signal = logp, logp_behavior, 0 * advantage, kl
+    assert not ablations.ess_where_signal(*no_signal, E_B).any()
 
 
-def test_recent_ess_is_the_mean_over_the_last_updates() -> None:
+def test_recent_ess_is_the_mean_over_the_last_updates():
     recent_ess = ablations.RecentEss()
     batch = make_batch(22)
     # Of two updates at most; the second has two micro-batches.
@@ -330,14 +232,14 @@ def test_recent_ess_is_the_mean_over_the_last_updates() -> None:
         assert_same_outcome(outcome, expected("p3o", batch, level))
 
 
-def test_an_objective_is_tried_before_the_run_without_its_noticing() -> None:
+def test_an_objective_is_tried_before_the_run_without_its_noticing():
     from train import find_objective
 
     find_objective("experiments.ablations:recent_ess", {"updates": 3.0})
     assert ablations.recent_ess.of_updates == []
 
 
-def test_yoked_ess_takes_another_runs_e_b_update_by_update(tmp_path: Path) -> None:
+def test_yoked_ess_takes_another_runs_e_b_update_by_update(tmp_path):
     path = tmp_path / "ess.json"
     path.write_text(json.dumps([0.9, 0.4]))
     yoked_ess = ablations.YokedEss()
@@ -352,7 +254,7 @@ def test_yoked_ess_takes_another_runs_e_b_update_by_update(tmp_path: Path) -> No
 # tests do.
 
 
-def test_an_objective_is_found_by_its_name_or_by_module_and_name() -> None:
+def test_an_objective_is_found_by_its_name_or_by_module_and_name():
     from train import find_objective
 
     batch = make_batch(22)
@@ -360,24 +262,3 @@ def test_an_objective_is_found_by_its_name_or_by_module_and_name() -> None:
     assert_same_outcome(run(grpo, batch, E_B), expected("grpo", batch, E_B))
     tis = find_objective("experiments.objectives:tis", {"C": 1.0})
     assert_same_outcome(run(tis, batch, E_B), expected("tis", batch, E_B, C=1.0))
-
-
-@pytest.mark.parametrize(
-    "name, hyper_parameters",
-    [
-        ("ppo", {}),
-        (":dapo", {}),
-        ("no.such.module:dapo", {}),
-        ("experiments.objectives:ppo", {}),
-        ("grpo", {"epsilon": 0.4}),
-        ("experiments.ablations:fixed_ess", {}),  # its level is missing
-    ],
-)
-def test_an_objective_that_is_not_there_or_does_not_take_that_is_refused(
-    name: str, hyper_parameters: dict[str, float]
-) -> None:
-    from support.command import Refused
-    from train import find_objective
-
-    with pytest.raises(Refused, match=f"objective '{name}'"):
-        find_objective(name, hyper_parameters)

@@ -4,17 +4,15 @@ Also what --resume refuses.
 """
 
 import shutil
-import signal
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, SOME_COMPLETE, refusal_of
-from launch import read_metrics, run_script, start_on_ranks, torchrun
+from conftest import SOME_COMPLETE, refusal_of
+from launch import read_metrics, start_on_ranks, torchrun
 from test_checkpoints import names
 
 import train
+from experiments.soak import first_difference
 from support.checkpoints import checkpoints
 
 SMALL = [
@@ -29,18 +27,9 @@ SMALL = [
 FINISHED = [*SMALL, "--steps=5"]
 
 
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run without what differs between two runs of the same thing."""
-    varies = ("seconds", "memory_gb")
-    return [
-        {name: value for name, value in row.items() if not name.endswith(varies)}
-        for row in read_metrics(out)
-    ]
-
-
 def assert_same_run(out: Path, alone: Path) -> None:
     """Metrics, samples and weights are equal, bit for bit."""
-    assert metrics(out) == metrics(alone)
+    assert first_difference(read_metrics(alone), read_metrics(out)) is None
     for name in "samples.jsonl", "model/model.safetensors":
         assert (out / name).read_bytes() == (alone / name).read_bytes(), name
 
@@ -67,32 +56,6 @@ def test_stopped_in_a_step_and_resumed_a_run_equals_the_one_left_alone_bit_for_b
     assert_same_run(out, tmp_path / "alone")
 
 
-# Slow, as these are processes that are really killed. Checkpoints are of the steps 2, 4
-# and 6. test_checkpoints stops a save at each of its moments.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "lag, phase, step, left",
-    [
-        (2, "update", 4, ["step-000002"]),
-        (0, "save", 6, ["step-000002", "step-000004", "unfinished"]),
-    ],
-)
-def test_killed_and_resumed_a_run_equals_the_one_left_alone_bit_for_bit(
-    lag, phase, step, left, train_here, tmp_path
-):
-    flags = [*SMALL, f"--steps={step + 1}", f"--lag={lag}"]
-    train_here(*flags, out_dir=tmp_path / "alone")
-    out = tmp_path / "killed"
-    killed = run_script(
-        [sys.executable, ROOT / "tests/killed.py", "0", phase, str(step)]
-        + [*flags, f"--out_dir={out}"]
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stdout
-    assert names(out) == left
-    train_here(*flags, "--resume", out_dir=out)
-    assert_same_run(out, tmp_path / "alone")
-
-
 def processes_of(out: Path) -> list[str]:
     """The processes that have this folder in their command line."""
     found = []
@@ -106,7 +69,9 @@ def processes_of(out: Path) -> list[str]:
     return found
 
 
-# Ranks that share an engine have named memory in common, which a kill does not free.
+# Slow, as a process is really killed. test_checkpoints stops a save at each of its
+# moments, and test_soak kills a run at any. Ranks that share an engine have named
+# memory in common, which a kill does not free.
 @pytest.mark.slow
 @pytest.mark.parametrize("rollout_tp", [1, 2])
 def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_bit(
@@ -117,7 +82,7 @@ def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_
     out = tmp_path / "killed"
     flags.append(f"--out_dir={out}")
     # It ends: launch.run_script waits for five minutes at most.
-    killed = start_on_ranks(2, "tests/killed.py", "1", "save", "4", *flags)
+    killed = start_on_ranks(2, "tests/killed.py", "1", "4", *flags)
     assert killed.returncode != 0
     assert "Signal 9 (SIGKILL)" in killed.stdout
     assert processes_of(out) == []
@@ -168,10 +133,10 @@ def test_an_evaluation_that_fails_costs_no_step(
     assert [row["step"] for row in read_metrics(out)] == [0]
     # The line of step 1 is written by the resumed run, as it was, with the evaluation.
     train_here(*flags, "--resume", out_dir=out)
-    _, row = metrics(out)
-    accuracy = {name: row.pop(name) for name in ("heldout_pass@1", "heldout_greedy")}
-    assert set(accuracy.values()) <= {part / 8 for part in range(9)}  # of 8 problems
-    assert row == metrics(finished)[1]
+    _, row = read_metrics(out)
+    accuracies = {row["heldout_pass@1"], row["heldout_greedy"]}
+    assert accuracies <= {part / 8 for part in range(9)}  # of 8 problems
+    assert first_difference(read_metrics(finished)[1:2], [row]) is None
 
 
 def test_resume_refuses_fewer_steps_than_are_done(finished):
@@ -197,7 +162,7 @@ def test_resume_needs_an_out_dir_with_a_complete_checkpoint(tmp_path):
     "flags, ranks, sentence",
     [
         ("--lag=1", 1, "lag was 0 in"),
-        ("--objective_args=eps=0.4", 1, "objective_args was {} in"),
+        ("--objective=grpo", 1, "objective was 'p3o' in"),
         ("--steps=9", 2, "ranks was 1 in"),  # more steps would be taken
         ("--steps=9 --lag=1", 1, "steps was 5 in"),  # but not with a lag
     ],

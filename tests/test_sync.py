@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KEPT, NONE_COMPLETE, ROOT
+from conftest import KEPT, NONE_COMPLETE, ROOT, add_noise
 
 import train
 from policy import Policy, build_policy, check_sync, full_weights
@@ -19,17 +19,7 @@ from rollout import Engine
 from support.command import Stopped
 
 NO_WEIGHTS = "after the sync of weights 0, engine and policy differ by"
-GENERATOR = torch.Generator().manual_seed(1)
 FP8 = ["--rollout_quantization=fp8_per_channel", "--rollout_dtype=bfloat16"]
-
-
-def move(policy: Policy, scale: float) -> None:
-    """Something like an update: noise on every weight."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.to_local().add_(scale * noise)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +69,7 @@ def test_a_sync_is_renewed_as_a_whole_and_old_weights_are_refused(
     engine.load_weights(full_weights(policy), version="0")
     # About 0.001 nats in bfloat16, and 0.003 in fp8.
     assert 0 < check_sync(engine, policy, prompts) < 0.01
-    move(policy, 0.05)
+    add_noise(policy, 0.05)
     with pytest.raises(Stopped, match=NO_WEIGHTS):
         check_sync(engine, policy, prompts)
     engine.load_weights(full_weights(policy), version="1")
@@ -92,11 +82,7 @@ def test_in_float32_an_engine_that_is_one_update_behind_is_refused(
 ):
     trained = build_policy("tiny", group)
     assert check_sync(engine, trained, prompts) < 1e-5
-    with torch.no_grad():
-        for weight in trained.parameters():
-            # AdamW's first step moves each weight by the learning rate, here 1e-4.
-            sign = torch.randn(weight.shape, generator=GENERATOR).sign()
-            weight.to_local().add_(1e-4 * sign)
+    add_noise(trained, 1e-4)  # AdamW's first step moves a weight by the learning rate.
     with pytest.raises(
         Stopped, match="nats a token on fresh samples .limit in float32 on a CPU"
     ):
@@ -223,4 +209,4 @@ def test_a_sync_forgets_the_prefixes_that_the_old_weights_computed(
         # Keys and values of 256 of the 300 tokens could be those of weights 0, and log
         # pi_b 0.1 nats off.
         assert check_sync(long_engine, policy, [prompt]) < 1e-4
-        move(policy, 0.02)
+        add_noise(policy, 0.02)

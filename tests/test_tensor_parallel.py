@@ -1,39 +1,18 @@
 """Ranks that share an engine, and nodes: whole runs do what one rank alone does."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import TWO_STEPS
-from launch import read_metrics, torchrun, torchrun_on_nodes
+from launch import assert_same_metrics, read_metrics, torchrun, torchrun_on_nodes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def assert_same_run(
-    rows: list[dict[str, Any]], expected_rows: list[dict[str, Any]]
-) -> None:
-    """Two runs' lines of metrics say the same, to rounding."""
-    for name in "heldout_pass@1", "heldout_greedy":
-        assert rows[0][name] == expected_rows[0][name]
-        # One answer of 31 may be another after two updates that were rounded in another
-        # order.
-        assert abs(rows[-1][name] - expected_rows[-1][name]) < 1.1 / 31
-    for row, expected in zip(rows[1:], expected_rows[1:], strict=True):
-        # Each rank has the responses to its own prompts: those to others have reward 0.
-        for name in "reward", "response_tokens", "groups_with_signal":
-            assert row[name] == pytest.approx(expected[name], rel=1e-6)
-        for name in "ess", "grad_norm", "entropy":
-            assert row[name] == pytest.approx(expected[name], rel=1e-3)
-        # Each part of the engine has its part of the new weights: log pi_b is that of
-        # the trainer.
-        assert row["mismatch_mean"] < 1e-6
-
-
 @pytest.mark.slow
-def test_two_ranks_that_share_an_engine_do_what_one_rank_does(one_rank, tmp_path):
+def test_two_ranks_that_share_an_engine_do_what_one_rank_does(train_here, tmp_path):
     torchrun(2, "train.py", *TWO_STEPS, "--rollout_tp=2", f"--out_dir={tmp_path}/two")
-    assert_same_run(read_metrics(tmp_path / "two"), one_rank)
+    assert_same_metrics(read_metrics(tmp_path / "two"), train_here(*TWO_STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -63,5 +42,5 @@ def test_two_nodes_of_two_ranks_that_share_an_engine_do_what_one_rank_does(
     one = train_here(*flags)
     out = tmp_path / "four"
     torchrun_on_nodes(2, 2, "train.py", *flags, "--rollout_tp=2", f"--out_dir={out}")
-    assert_same_run(read_metrics(out), one)
+    assert_same_metrics(read_metrics(out), one)
     assert AutoModelForCausalLM.from_pretrained(out / "model").vocab_size == 200

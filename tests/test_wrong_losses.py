@@ -45,7 +45,7 @@ def module_with(mistake: Mistake, file: Path, folder: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", WRONG_LOSSES)
-def test_a_wrong_loss_fails_the_tests_named_for_it(name: str, tmp_path: Path) -> None:
+def test_a_wrong_loss_fails_the_tests_named_for_it(name, tmp_path):
     mistake = WRONG_LOSSES[name]
     module = module_with(mistake, LOSS, tmp_path)
     for test in mistake.tests:
@@ -55,9 +55,7 @@ def test_a_wrong_loss_fails_the_tests_named_for_it(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", WRONG_OBJECTIVES)
-def test_a_wrong_objective_fails_the_tests_named_for_it(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_wrong_objective_fails_the_tests_named_for_it(name, tmp_path):
     mistake = WRONG_OBJECTIVES[name]
     objectives = test_objectives.by_name(module_with(mistake, OBJECTIVES, tmp_path))
     for test in mistake.tests:
@@ -65,14 +63,14 @@ def test_a_wrong_objective_fails_the_tests_named_for_it(
             call(getattr(test_objectives, test), objectives=objectives)
 
 
-def test_called_in_the_same_way_the_tests_pass_without_a_mistake() -> None:
+def test_called_in_the_same_way_the_tests_pass_without_a_mistake():
     for test in {test for mistake in WRONG_LOSSES.values() for test in mistake.tests}:
         call(getattr(test_loss, test), loss=load_module(LOSS))
 
 
 def test_a_file_with_the_five_functions_is_a_complete_submission(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file = tmp_path / "submission.py"
     file.write_text(f"from loss import {', '.join(FUNCTIONS)}")
     ended = subprocess.run(
@@ -97,20 +95,18 @@ def configure(path: Path) -> None:
         ("import torch\n", "import no_such_module\n", "cannot be imported"),
     ],
 )
-def test_a_file_with_another_interface_is_refused(
-    tmp_path: Path, right: str, wrong: str, complaint: str
-) -> None:
+def test_a_file_with_another_interface_is_refused(tmp_path, right, wrong, complaint):
     file = tmp_path / "other.py"
     file.write_text(Mistake(right, wrong, tests=[]).made_in(LOSS))
     with pytest.raises(pytest.UsageError, match=complaint):
         configure(file)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(pytest.UsageError, match="there is no such file"):
         configure(tmp_path / "missing.py")
 
 
-def test_a_mistake_whose_text_is_not_there_any_more_is_an_error() -> None:
+def test_a_mistake_whose_text_is_not_there_any_more_is_an_error():
     with pytest.raises(LookupError, match="loss.py has 'no such text' 0 times"):
         Mistake("no such text", "", tests=[]).made_in(LOSS)

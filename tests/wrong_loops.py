@@ -159,8 +159,8 @@ MISTAKES: dict[str, Mistake] = {
     # train.py: rewards and advantages
     "the answers of other problems": Mistake(
         support.tasks.Split.score,
-        "self.problems[index]",
-        "self.problems[index - 1]",
+        "self.problems[i]",
+        "self.problems[i - 1]",
         ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
     "the verifier of another task": Mistake(

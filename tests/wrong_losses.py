@@ -32,7 +32,6 @@ class Mistake(NamedTuple):
 
 ORACLE = "test_loss_equals_the_oracle"
 TABLE = "test_a_high_ratio_token_weighs_what_the_table_says"
-SCORES = "test_gradient_is_a_sum_of_weighted_scores"
 E_B = "test_e_b_by_hand"
 FRESH = "test_on_policy_it_is_reinforce"
 SPLIT = "test_any_split_into_ranks_and_micro_batches_gives_the_gradient_of_the_batch"
@@ -40,7 +39,6 @@ DIVERGENCE = "test_divergence_and_its_gradient_equal_the_oracle"
 BY_HAND = "test_divergence_by_hand"
 FLOAT32 = "test_divergence_of_float32_where_nearly_all_is_listed"
 KL_WEIGHT = "test_the_kl_has_the_weight_one_less_e_b_by_hand"
-ONE_GRADIENT = "test_policy_and_kl_share_one_gradient_by_hand"
 
 # Lines of loss.py that several mistakes are about.
 RATIO = "ratio = log_ratio.detach()[mask].double().exp()  # (7)"
@@ -60,10 +58,7 @@ WRONG_LOSSES = {
     "the group's mean not subtracted": Mistake(
         "reward - reward.mean(dim=-1, keepdim=True)",
         "reward",
-        [
-            "test_group_advantage_by_hand",
-            "test_group_advantage_without_scale_is_the_distance_from_the_mean",
-        ],
+        ["test_group_advantage_by_hand"],
     ),
     "equal rewards do not cancel exactly": Mistake(
         "    reward = reward - reward[..., :1]\n",
@@ -74,17 +69,17 @@ WRONG_LOSSES = {
     "e_B over padding": Mistake(
         RATIO,
         RATIO.replace("[mask]", ""),
-        [E_B, "test_more_padding_changes_nothing"],
+        [E_B],
     ),
     "e_B has padding in the count of its tokens": Mistake(
         COUNT,
         "float(mask.numel())",
-        [E_B, "test_more_padding_changes_nothing"],
+        [E_B],
     ),
     "means in place of sums": Mistake(
         "torch.stack([count, ratio.sum(), ratio.square().sum()])",
         "torch.stack([count, ratio.mean(), ratio.square().mean()])",
-        [E_B, SPLIT, "test_the_sums_of_parts_add_up_to_those_of_the_batch"],
+        [E_B, SPLIT],
     ),
     "sums in float32": Mistake(
         RATIO, RATIO.replace("double", "float"), ["test_e_b_at_80_nats"]
@@ -97,26 +92,22 @@ WRONG_LOSSES = {
     "ratios clamped at 10 nats": Mistake(
         RATIO,
         RATIO.replace("double()", "double().clamp(-10, 10)"),
-        ["test_e_b_at_80_nats", "test_e_b_does_not_see_a_common_factor"],
+        ["test_e_b_at_80_nats"],
     ),
     "the mean ratio not squared": Mistake(
         ESS,
         "ess = total / total_of_squares",
-        [E_B, "test_e_b_does_not_see_a_common_factor"],
+        [E_B],
     ),
     "the effective sample size not normalized": Mistake(
         ESS,
         "ess = total.square() / total_of_squares",
-        ["test_e_b_is_one_over_one_plus_squared_variation"],
+        [E_B],
     ),
     "a floor of e_B": Mistake(
         "ess.clamp(max=1.0)",
         "ess.clamp(min=0.2, max=1.0)",
-        [
-            "test_e_b_at_80_nats",
-            "test_equal_ratios_have_e_b_one_"
-            "and_one_dominant_token_has_one_over_the_count",
-        ],
+        ["test_e_b_at_80_nats"],
     ),
     "e_B above 1 by rounding": Mistake(
         "ess.clamp(max=1.0)",
@@ -169,22 +160,20 @@ WRONG_LOSSES = {
     "no cap": Mistake(WEIGHT, "rho.detach()", [TABLE, ORACLE]),
     "e_B itself as the weight": Mistake(WEIGHT, "e_b", [TABLE, ORACLE]),
     "a high-ratio token dropped": Mistake(
-        WEIGHT, "(rho * (rho < e_b)).detach()", [TABLE, SCORES, ORACLE]
+        WEIGHT, "(rho * (rho < e_b)).detach()", [TABLE, ORACLE]
     ),
     "no stop-gradient on the capped ratio": Mistake(
-        WEIGHT, "rho.clamp(max=e_b)", [SCORES, ORACLE]
+        WEIGHT, "rho.clamp(max=e_b)", [TABLE, ORACLE]
     ),
     "ratio inverted": Mistake(
         "(logp - logp_behavior).exp()  # (7)",
         "(logp_behavior - logp).exp()  # (7)",
-        [TABLE, SCORES, ORACLE],
+        [TABLE, ORACLE],
     ),
     "sign of the policy's loss": Mistake(
         LOSS, LOSS.removeprefix("-"), [FRESH, TABLE, ORACLE]
     ),
-    "sign of the KL": Mistake(
-        LOSS, LOSS.replace("+", "-"), [KL_WEIGHT, ONE_GRADIENT, ORACLE]
-    ),
+    "sign of the KL": Mistake(LOSS, LOSS.replace("+", "-"), [KL_WEIGHT, ORACLE]),
     "1 - e_B left out": Mistake(
         LOSS, LOSS.replace("(1 - e_b) * ", ""), [FRESH, KL_WEIGHT, ORACLE]
     ),
@@ -192,12 +181,12 @@ WRONG_LOSSES = {
         LOSS, LOSS.replace("(1 - e_b)", "e_b"), [FRESH, KL_WEIGHT, ORACLE]
     ),
     "the KL without gradient": Mistake(
-        LOSS, LOSS.replace("kl", "kl.detach()"), [KL_WEIGHT, ONE_GRADIENT, ORACLE]
+        LOSS, LOSS.replace("kl", "kl.detach()"), [KL_WEIGHT, ORACLE]
     ),
     "k3 in place of the KL": Mistake(
         LOSS,
         LOSS.replace("kl", "(rho.log() + 1 / rho - 1)"),
-        [KL_WEIGHT, ONE_GRADIENT, ORACLE],
+        [KL_WEIGHT, ORACLE],
     ),
     "mean of means": Mistake(
         LOSS, f"({LOSS[:-8]}) / (logp != 0).sum(-1, True)  # (12)", [FRESH, ORACLE]
