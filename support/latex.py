@@ -85,6 +85,9 @@ REWRITES = r"""
 \.{3,}|\\[lc]?dots\b -> \\ldots~
 # \left(, \Big[, \displaystyle, \boxed{5}, \textcolor{red}{18}
 \\(?:LOOKS)(?![a-zA-Z]) ->
+# {3 \over x+4}, {4 \choose 2}
+\{([^{}]*)\\over\b([^{}]*)\} -> \\frac{\1}{\2}
+\{([^{}]*)\\choose\b([^{}]*)\} -> \\binom{\1}{\2}
                                                                     Words
 # \mathrm{cm}, \mbox{cm}, \textbf{6}, {\rm cm}, \rm{cm}
 \\(?:STYLE)~*\{|\{\\(?:rm|it)\b|\\(?:rm|it)~*\{ -> \\text{
@@ -97,8 +100,8 @@ REWRITES = r"""
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # Sunday, 18 dollars, 64 square feet
 (?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
-# {15\text{ cm}^2}, but {n \choose 2}
-^\{(?!.*\\(?:over|choose))((?:[^{}]|GROUP)*)\}$ -> \1
+# {15\text{ cm}^2}
+^\{((?:[^{}]|GROUP)*)\}$ -> \1
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3
