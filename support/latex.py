@@ -4,8 +4,9 @@ support/formulas.py reads the result. A rewrite that is missing costs a model th
 of a right answer. A unit that is none may give it the reward of a wrong one, which it
 would find and repeat. So what is neither common nor clear is left as it is.
 
-An answer passes through SIGNS, and then from top to bottom through REWRITES, which
-stand under their cases. Between the two a blank is a ~, so that one can see it.
+An answer passes through SIGNS, and then from top to bottom through REWRITES. A row of
+these is a pattern, -> and what takes the place of all that it finds. Above it, behind a
+#, are its cases; headings stand on the right. Meanwhile a blank is a ~, to be seen.
 """
 
 import functools
