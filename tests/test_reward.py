@@ -113,7 +113,7 @@ SAME_FORMULA = [
     (r"\frac{\pi}{4}", r"\frac\pi4"),
     (r"\frac{1+a}{c}", r"\frac{1+a}c"),
     (r"\frac12", r"\frac 1 2", r"{1 \over 2}"),
-    ("6", r"\binom 4 2", r"{4 \choose 2}", "_4C_2"),
+    ("6", r"\binom 4 2", r"{4 \choose 2}", "_4C_2", "{}^4C_2"),
     (r"\sqrt[3]{2}", r"\sqrt[3]2"),
     (r"\sqrt{x}", r"x^\frac12"),
     (r"2\times10^{-10}", "2*10^(-10)"),
@@ -153,6 +153,7 @@ SAME_FORMULA = [
     # relations, and what they leave open
     (r"x \in [-2,7]", r"-2 \le x \le 7"),
     ("x>2", r"\{x \mid x>2\}"),
+    (r"x\in(0,\frac12)", r"x\in(0,0.5)"),
     (r"(-\infty,-1)\cup(3,\infty)", r"x<-1 \text{ or } x>3"),
     (r"x \ne 0", r"\mathbb{R}\setminus\{0\}"),
     (r"\text{all real numbers}", r"(-\infty,\infty)"),
@@ -215,6 +216,8 @@ x \ne 3 == x \not= 3
 2000 == 2 x 10^3
 3.5 == \nicefrac{7}{2}
 \binom{n}{2} == \tbinom n2
+\frac{a}{b+1} == {a \over b+1}
+2f'(x)=y == y=f'(x)+f'(x)
 15 == {15\text{ cm}^2}
 """
 for line in SPELLINGS.strip().splitlines():
@@ -296,6 +299,7 @@ ANOTHER_FORMULA = [
     ("x=3", r"x=1 \implies y=3", r"x=1 \Rightarrow y=3", r"x=1 \to y=3"),
     ("x=3", r"x \equiv 1 = 3", r"x=1 \ne y=3"),
     ("x=18", "y=18"),
+    ("(1,2)", "(y,x)=(1,2)"),
     ("y=2x+1", "1"),
     ("x^2+y^2+1=0", "x^2+y^2+2=0"),
     (r"-2\le x\le7", "(-2,7)"),
