@@ -283,11 +283,12 @@ def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypat
     monkeypatch.setattr(support.checkpoints, "SECONDS_UNSEEN", 1)
     # Rank 0 makes it elsewhere, and gives it its name.
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    given = str(tmp_path / "r0")
     monkeypatch.setattr(
-        dist, "broadcast_object_list", lambda named: named.__setitem__(0, "runs/r0")
+        dist, "broadcast_object_list", lambda named: named.__setitem__(0, given)
     )
     with pytest.raises(
-        Refused, match="runs/r0 is not on .*: give a folder on a file system"
+        Refused, match="/r0 is not on .*: give a folder on a file system"
     ):
         make_out_dir(Config())
 
