@@ -94,6 +94,8 @@ def same(a: Any, b: Any) -> bool:
     """Whether two formulas, as formula_of has them, say the same."""
     if isinstance(a, sympy.Eq) != isinstance(b, sympy.Eq):
         a, b = value_of(a), value_of(b)
+    elif isinstance(a, sympy.Eq) and a.lhs == b.lhs:
+        a, b = parts_of(a.rhs), parts_of(b.rhs)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         if isinstance(a, tuple) or not a:
             return all(map(same, a, b))
@@ -113,12 +115,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def value_of(said: Any) -> Any:
-    r"""18 for x = 18, AB = 18, f(3) = 18 or 9+9 = 18; else what was said."""
+    r"""18 for x = 18, AB = 18, f(3) = 18, 9+9 = 18; the pair for (x, y) = (1, 2)."""
     if not isinstance(said, sympy.Eq):
         return said
     left, right = said.args
     is_name = re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w\(.*\)", str(left))  # or f^{-1}(3)
-    if left.is_Symbol or isinstance(left, AppliedUndef) or is_name:
+    # Whoever writes (y, x) = (1, 2) does not mean the pair (1, 2).
+    is_pair = isinstance(left, sympy.Tuple) and list(left) == sorted(left, key=str)
+    if left.is_Symbol or isinstance(left, AppliedUndef) or is_name or is_pair:
         return parts_of(right)
     if right.is_Symbol:
         return left

@@ -3,6 +3,9 @@ r"""LaTeX as people mean it: one spelling for what can be written in many.
 support/formulas.py reads the result. A rewrite that is missing costs a model the reward
 of a right answer. A unit that is none may give it the reward of a wrong one, which it
 would find and repeat. So what is neither common nor clear is left as it is.
+
+An answer passes through SIGNS, and then from top to bottom through REWRITES, which
+stand under their cases. Between the two a blank is a ~, so that one can see it.
 """
 
 import functools
@@ -10,25 +13,45 @@ import re
 
 MAX_LENGTH = 300  # characters of an answer
 
-# Signs that LaTeX has a command for. A ~ is a blank.
+# Signs that LaTeX has a command for, or none.
 SIGNS = r"""
 − - – - × \times~ · \cdot~ ⋅ \cdot~ ÷ \div~ ± \pm~ ∞ \infty~ ∪ \cup~ ∩ \cap~ ∈ \in~
 ∅ \emptyset~ ≤ \le~ ≥ \ge~ ≠ \ne~ π \pi~ ℝ \mathbb{R} ∛ \sqrt[3]~ º ° ⁰ ^{0} ¹ ^{1}
 ² ^{2} ³ ^{3} ⁴ ^{4} ⁵ ^{5} ⁶ ^{6} ⁷ ^{7} ⁸ ^{8} ⁹ ^{9} ⁻ ^{-} ½ \frac{1}{2}
-⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} … \ldots~
+⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# Patterns with a name. FUNCTION: min and sec are units where nothing follows. NOUNIT:
-# words behind a number that make it another number, or are a part of what is said.
-# 18\text{ million} is not 18, and an increase no decrease.
+# What patterns of REWRITES name. A name may stand in a later one.
 NAMES = {
+    # What is in braces, three deep, and what LaTeX takes where there are none.
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
+    "ARGUMENT": r"(\\[a-zA-Z]+|[^\\{}~])",
+    # Commas within a number, which a list does not have.
+    "COMMA": r"\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\[!,]|\{\})",
+    # Commands that change the looks alone, and those that set words.
+    "LOOKS": (
+        r"left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|fbox|boxed|"
+        r"bf|(?:text)?color\{\w*\}"
+    ),
+    "STYLE": (
+        r"text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|"
+        r"boldsymbol|underline|operatorname"
+    ),
+    # min and sec are units where nothing follows.
     "FUNCTION": (
         r"sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|"
         r"(?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))"
     ),
-    "NOUNIT": (
+    "WORD": r"(?=\w*[aeiouy])[a-zA-Z]{4,}",
+    # A unit behind a number, with the dot or bracket and the power behind it.
+    "UNIT": (
+        r"\\text\{(?![^{}]*\b(?:NONE)\b)(?:~*[mgshLlAVWJNC]|"
+        r"[^{}\d]*[a-zA-Z][^{}\d]*[a-zA-Z.)])~*\}\)?(?:\^(?:\{-?\d\}|\d))?"
+    ),
+    # Words that make it another number, or are a part of what is said: 18\text{
+    # million} is not 18, and an increase is no decrease.
+    "NONE": (
         r"one|two|three|four|five|six|seven|eight|nine|tens?|eleven|twelve|\w+teen|"
         r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
         r"\w+illions?|dozens?|score|lakhs?|crores?|grand|[kKMB]|half|halves|thirds?|"
@@ -38,38 +61,36 @@ NAMES = {
         r"even|odd|more|less|fewer|increased?|decreased?|gain|loss|profit|north|south|"
         r"east|west|above|below|negative|couple"
     ),
+    # Units that may stand behind a number without more ado.
+    "SHORT": r"[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD",
 }
 
-# Under its cases, which tests/test_reward.py has too: a pattern, which may take two
-# lines, and what takes the place of all that it finds. The first is applied first.
-TABLE = r"""
+REWRITES = r"""
+                                                                    Blanks and signs
+# 10⁻³, whose exponents are two by now
+(\^\{-?\d*)\}\^\{ -> \1
+# 18 with a zero-width space, or in the colours of a terminal
+[\u200b\u2060\ufeff]|\x1b\[\d*m ->
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
-# 10⁻³
-(\^\{-?\d*)\}\^\{ -> \1
-# 18 with a zero-width space, or in colours
-[\u200b\u2060\ufeff]|\x1b\[\d*m ->
-# 1,2,...,n
-\.{3,}|\\[lc]?dots\b -> \\ldots~
 # 1{,}234, 10,\!000, 1\,234, 1 234, 1'234
-(?<=\d)\s*(?:\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\[!,]|\{\})|\\[, ]|['~ ])
-(?:\\!|\s)*(?=\d{3}(?!\d)) ->
+(?<=\d)\s*(?:COMMA|\\[, ]|['~ ])(?:\\!|\s)*(?=\d{3}(?!\d)) ->
 # {-}5, 4{:}30
 \{([-:+=])\} -> \1
 # 15\,\text{cm}, x=3,\; x=5
 (?<!\\)\\[,;:!> ]|\\q?quad\b|\\(?:thin|en)space\b|\s -> ~
-# \$18, 18€, \[18\], \(18\), **18**
-\\?\$|[€£¥¢]|\\(?:euro|pounds|cent|mathdollar)(?![a-z])|\\[][()]|✓|\*\* -> ~
+# \$18, \euro18, \[18\], \(18\), **18**
+\\?\$|\\(?:euro|pounds|cent|mathdollar)(?![a-z])|\\[]()[]|\*\* -> ~
+# 1,2,...,n
+\.{3,}|\\[lc]?dots\b -> \\ldots~
 # \left(, \Big[, \displaystyle, \boxed{5}, \textcolor{red}{18}
-\\(?:left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|f?boxe?d?|bf|
-(?:text)?color\{\w*\})(?![a-zA-Z]) ->
-# \mathrm{cm}, \mbox{cm}, \textbf{6}, {\rm cm}, \rm{cm}
-\\(?:text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|boldsymbol|
-underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
-# \dfrac{1}{2}, \tbinom{4}{2}, {3 \over 4}, {4 \choose 2}
-\\(?:[dtc]|nice)(frac|binom) -> \\\1
+\\(?:LOOKS)(?![a-zA-Z]) ->
+# {3 \over x+4}, {4 \choose 2}
 \{([^{}]*)\\over\b([^{}]*)\} -> \\frac{\1}{\2}
 \{([^{}]*)\\choose\b([^{}]*)\} -> \\binom{\1}{\2}
+                                                                    Words
+# \mathrm{cm}, \mbox{cm}, \textbf{6}, {\rm cm}, \rm{cm}
+\\(?:STYLE)~*\{|\{\\(?:rm|it)\b|\\(?:rm|it)~*\{ -> \\text{
 # \text{5 cm}, \text{−5}, \text{1, 2}; 5\text{}
 \\text\{([^{}]*\d[^{}]*|[^{}a-zA-Z~][^{}a-zA-Z]*)\} -> \1
 ^\\text\{~*\}|\\text\{~*\}~*(?=\\text|$) ->
@@ -78,107 +99,103 @@ underline|operatorname)~*\{|\{\\(?:rm|bf|it)\b|\\(?:rm|bf|it)~*\{ -> \\text{
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # Sunday, 18 dollars, 64 square feet
-(?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*(?=\w*[aeiouy])[a-zA-Z]{4,}(?:[~'-][a-zA-Z]+)*)
-(?![^{}]*\}) -> \\text{\1}
+(?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
 # {15\text{ cm}^2}
 ^\{((?:[^{}]|GROUP)*)\}$ -> \1
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3
 ,?~*(?:\\text\{~*,?~*(?:and|or)~*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|\\&)~* -> ,~
-,(?:~*,)+ -> ,
-# _4C_2, ^4C_2, C(4,2)
-(?<![\w}])[_^]\{?(\d+)\}?~*C_\{?(\d+)\}?|
-(?<![\w\\])C\((\d+),~*(\d+)\) -> \\binom{\1\3}{\2\4}
+# _4C_2, {}^4C_2, C(4,2)
+(?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*C_\{?(\d+)\}? -> \\binom{\1}{\2}
+(?<![\w\\])C\((\d+),~*(\d+)\) -> \\binom{\1}{\2}
 # "5", 72,
 ^(?:[~*`"_#:]|=>?)+|[~*`"_.,;:\\]+$ ->
 # f(x)=x\text{ for all }x, x=k\pi, k\in\mathbb{Z}
-[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|
-,~*[a-z]~*\\in~*\\mathbb)[^,]* ->
-# \text{Answer}: 5, the answer is 5, USD 18
-^\\text\{(?![^{}]*\bno)[^{}]*\b(?:[aA]nswer|[tT]otal|[oO]nly|[tT]herefore|is)[~:=,]*\}
-[~:=,]* ->
+[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|,[a-z~]*\\in~*\\mathbb)[^,]* ->
+# \text{Answer}: 5, the answer is 5
+^\\text\{(?![^{}]*\bno)[^{}]*\b(?i:answer|total|only|therefore|is)[~:=,]*\}[~:=,]* ->
+# USD 18
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
 # \textbf{(E)}\ 5, C. x = 42
 ^\\text\{~*\(([A-Z])\)~*\}(?!.*\([A-Z]\)).*|^([A-Z])[.:]~(?!.*\b[A-Z]\b).* -> \1\2
+                                                                    Units
 # 90^\circ, 25^{\circ}\mathrm{C}; but \sin 10^\circ is another number
-\^~*(?:\{~*\\(?:circ|degree)~*\}|\\(?:circ|degree)(?![a-z]))|\\degree -> °
+\^~*(\{)?~*\\(?:circ|degree)(?![a-z])~*(?(1)\})|\\degree -> °
 \\text\{~*°~*[CF]?~*\}|°~*(?:\\text\{~*[CF]~*\}|[CF]\b) ->
 (\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?[~({]*)([\d.]+)~*° -> \1{(\2\\pi/180)}
 °(?!~*\d) ->
 # 5:30\text{ p.m.}, 5:30 p.m.
 ~*(?:\\text\{~*)?(?<!\\)\b([ap])\.~?m\b\.?~*\}? -> \\text{\1m}
 # 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples), 2\text{ min}
-(?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*\\text\{(?![^{}]*\b(?:NOUNIT)\b)
-(?:~*[mgshLlAVWJNC]|[^{}\d]*[a-zA-Z][^{}\d]*[a-zA-Z.)])~*\}\)?
-(?:\^(?:\{-?\d\}|\d))?~*)+(?=,|$) ->
-(?:(?<=\d)|(?<=\\pi))~*(?:[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD)
-(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
-# x_{\text{max}}, x_\text{max}, m_{\max}, L_{\odot}, x_1
-_~*\{~*(?:\\text\{~*(\w+)~*\}|\\([a-zA-Z]+))~*\} -> _{\1\2}
-_~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+)) -> _{\1\2}
+(?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*UNIT~*)+(?=,|$) ->
+# 15cm, 12\pi cm^2
+(?:(?<=\d)|(?<=\\pi))~*(?:SHORT)(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
+                                                                    Names
+# x_{\text{max}}, x_\text{max}, m_{\max}, L_\odot, x_1
+_~*(\{)?~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+))~*(?(1)\}) -> _{\2\3}
 _~*(\w) -> _{\1}
-# \text{B.}, \text{(C)}, \mathrm{e}; odd, No, ABC
+# \text{B.}, \text{(C)}, \mathrm{e}; odd, No, ABC; \text{Odd.}
 \\text\{~*\(?([a-zA-Z])\)?\.?~*\} -> \1
 ^([A-Z]{2,}|[Nn]o|(?=\w*[eiou])[a-zA-Z]{3})$ -> \\text{\1}
 \\text\{~*([^{}]*?)[~.]*\} -> \\text{\1}
+# \text{all real numbers}, \varnothing, \varepsilon, x \not= 3
 \\text\{[aA]ll~real~numbers\} -> \\mathbb{R}
-# \varnothing, \varepsilon, x \not= 3, 2 x 10^3, √53
 \\varnothing -> \\emptyset
 \\varepsilon -> \\epsilon
 \\not~*= -> \\ne~
+# I_1, e_1, which are no constants; \hbar
+((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
+\\hbar(?![a-z]) -> h_{bar}
+# f', and A^T, which is no power
+(?<=[a-zA-Z])' -> _{prime}
+\^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
+# 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
+(?<![\w.}^])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
+                                                                    Arguments
+# -3./2, np.arcsin(10/13)
+\bnp\.|(?<=\d)\.(?=[/*+}]) ->
+# 2 x 10^3, √53, \pi(2)
 (?<=\d)~*x~*(?=10\^) -> \\times~
 √(\d+) -> \\sqrt{\1}
 √ -> \\sqrt~
+\\pi~*\( -> \\pi\\cdot(
+# \dfrac{1}{2}, \tbinom{4}{2}
+\\(?:[dtc]|nice)(frac|binom) -> \\\1
 # \frac12, \frac\pi4, \frac{1+a}c, \binom 4 2, \sqrt2, \sqrt[3]2, \sqrt(3)
-\\(frac|binom)~*(\\[a-zA-Z]+|[^\\{}~]) -> \\\1{\2}
-\\(frac|binom)~*(GROUP)~*(\\[a-zA-Z]+|[^\\{}~]) -> \\\1\2{\3}
-\\sqrt~*(\[[^\]]*\])?~*(\\frac(?:GROUP){2}|\\[a-zA-Z]+|[^\\{}~[(]) -> \\sqrt\1{\2}
+\\(frac|binom)~*ARGUMENT -> \\\1{\2}
+\\(frac|binom)~*(GROUP)~*ARGUMENT -> \\\1\2{\3}
+\\sqrt~*(\[[^\]]*\])?~*(\\frac(?:GROUP){2}|(?![(\[])ARGUMENT) -> \\sqrt\1{\2}
 (\\sqrt|\^)~*\(([^()]*)\) -> \1{\2}
 # x^\frac12
 \^~*(\\frac(?:GROUP){2}) -> ^{\1}
-~~+ -> ~
-# x + 1 is x+1, but 1 2 is not 12, and 32, 349 not 32,349
-(?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
-# \{x | x > 2\}, x \in (1,2), (x,y) = (1,2), x = 1, 2, x = 1+2 = 3
-\\\{~*[a-z]~*(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
-^[a-zA-Z]~*\\in\b|
-^\((?:a,b(?:,c(?:,d)?)?|x,y(?:,z)?|m,n|p,q(?:,r)?|h,k|u,v|s,t|r,s|A,B(?:,C)?)\)= ->
-^[a-zA-Z]~*=(?=[^=]*(?:,|\\pm)[^=]*$) ->
-^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))([^=,;<>]*=)[^,;<>]*= -> \1
-# 0.\overline{3}, 0.\overline{12}, 0.\overline{142857}, 0.1\overline{6}
+# 0.\overline{3}, 0.1\overline{6}, 0.\overline{12}, 0.\overline{142857}
 (\d*)\.\\overline\{(\d)\} -> (0\1+\\frac{\2}{9})
+(\d*\.\d)\\overline\{(\d)\} -> (\1+\\frac{\2}{90})
 (\d*)\.\\overline\{(\d\d)\} -> (0\1+\\frac{\2}{99})
 (\d*)\.\\overline\{(\d{3})\} -> (0\1+\\frac{\2}{999})
 (\d*)\.\\overline\{(\d{6})\} -> (0\1+\\frac{\2}{999999})
-(\d*\.\d)\\overline\{(\d)\} -> (\1+\\frac{\2}{90})
-# -3./2, np.arcsin(10/13)
-\bnp\.|(?<=\d)\.(?=[/*+}]) ->
-# names that latex2sympy takes for something else: I_1, e_1, f', A^T, \pi(2); or lacks
-\\hbar(?![a-z]) -> h_{bar}
-((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
-(?<=[a-zA-Z])'' -> _{twoprimes}
-(?<=[a-zA-Z])' -> _{prime}
-\^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
-\\pi~*\( -> \\pi\\cdot(
-# 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
-(?<![\w.}^])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
-# +5, {5}, 5\text{ cm},
+                                                                    The whole
+# x + 1 is x+1, but 1 2 is not 12, and 32, 349 not 32,349
+~~+ -> ~
+(?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
+# \{x | x > 2\}, x = 1+2 = 3
+\\\{~*[a-z]~*(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
+^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))([^=,;<>]*=)[^,;<>]*= -> \1
+# +5, 5\text{ cm},
 ^\+|[~.,;:\\]+$ ->
-^\{([^{}]*)\}$ -> \1
 """
 
 
-def rewrites() -> list[tuple[re.Pattern, str]]:
-    """The patterns of TABLE and what takes their place."""
-    table = re.sub(r"(?m)^#.*\n", "", TABLE)
+def compiled(table: str) -> list[tuple[re.Pattern, str]]:
+    """The patterns of such a table and what takes the place of what they find."""
     for name, pattern in NAMES.items():
         table = table.replace(name, pattern)
-    rows = re.findall(r"(?s)(.+?) ->(.*?)\n", table)
-    return [(re.compile(row.replace("\n", "")), place.strip()) for row, place in rows]
+    rows = re.findall(r"(?m)^(?! |#)(.+?) ->(.*)$", table)
+    return [(re.compile(pattern), place.strip()) for pattern, place in rows]
 
 
-REWRITES = rewrites()
+PATTERNS = compiled(REWRITES)
 TRANSLATION = str.maketrans(dict(zip(*[iter(SIGNS.split())] * 2, strict=True)))
 
 
@@ -188,7 +205,7 @@ def latex_of(text: str) -> str:
     if len(text) > MAX_LENGTH:
         return ""
     text = text.translate(TRANSLATION)
-    for pattern, replacement in REWRITES:
-        text = pattern.sub(replacement, text.strip("~ "))
+    for pattern, place in PATTERNS:
+        text = pattern.sub(place, text.strip("~ "))
     text = re.sub(r"\\text\{[^{}]*", lambda words: words[0].lower(), text)
     return text.replace("~", " ")

@@ -253,16 +253,6 @@ HOSTILE = {
         "RecursionError",
     ),
     "syntax error": ("def ratio_sums(", "SyntaxError"),
-    "fork": (CALLED + "import os; os.fork()", "PermissionError"),
-    "another program": (
-        CALLED + "import subprocess; subprocess.run(['true'])",
-        "PermissionError",
-    ),
-    "a socket": (CALLED + "import socket; socket.socket()", "PermissionError"),
-    "signals from a file": (
-        CALLED + "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
-        "PermissionError",
-    ),
     "the environment": (
         CALLED + "import os; raise RuntimeError(list(os.environ.values()))",
         "RuntimeError: [",
@@ -274,10 +264,6 @@ HOSTILE = {
     "the text of the reference": (
         f"exec(open({str(ROOT / 'loss.py')!r}).read())",
         "PermissionError",
-    ),
-    "the text of the reference, mapped by torch": (
-        f"import torch\ntorch.from_file({str(ROOT / 'loss.py')!r}, size=9)",
-        "RuntimeError",
     ),
     "the folder of the grader": (
         f"import os\nos.listdir({str(ROOT / 'assignment')!r})",
@@ -306,8 +292,13 @@ numbers = [n for n in range(600) if n not in {allowed}]
 numbers += range(2**30, 2**30 + 600)
 raise RuntimeError([n for n in numbers if not is_refused(n)])"""
     assert "RuntimeError: [] " in sentence_of(runner, tmp_path, code)
-    reach_others = {57, 59, 62, 112, 157, 29, 68, 41, 101, 321, 425, 428, 430, 442}
-    assert not reach_others & set(allowed)
+    # fork, execve, kill, setsid, prctl, shmget, msgget, socket, ptrace, fcntl, ioctl,
+    # bpf, io_uring_setup, open_tree, fsopen, mount_setattr
+    reach_others = {57, 59, 62, 112, 157, 29, 68, 41, 101, 72, 16}
+    reach_others |= {321, 425, 428, 430, 442}
+    # truncate, rename, link, unlink, symlink, chmod
+    change_files = {76, 82, 86, 87, 88, 90}
+    assert not (reach_others | change_files) & set(allowed)
 
 
 def test_memory_is_counted_from_what_the_process_has():
@@ -346,28 +337,15 @@ def test_an_input_that_no_longer_asks_for_a_gradient_costs_nothing(runner, tmp_p
     assert lost_of_file(runner, tmp_path, "loss.py") == {}
 
 
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        "os.remove(target)",
-        "os.rename(target, target + '.gone')",
-        "open(target, 'w')",
-        "os.truncate(target, 0)",
-        "os.chmod(target, 0)",
-        "os.symlink(target, target + '.link')",
-    ],
-)
-def test_no_file_can_be_changed(runner, tmp_path, attempt):
+def test_no_file_can_be_opened_to_write(runner, tmp_path):
     submission, elsewhere = tmp_path / "submission", tmp_path / "elsewhere"
     submission.mkdir()
     elsewhere.mkdir()
     for target in (elsewhere / "file", submission / "loss.py"):
         target.write_text("as it was")
-        code = f"import os\ntarget = {str(target)!r}\n{attempt}"
+        code = f"open({str(target)!r}, 'w')"
         assert "PermissionError" in sentence_of(runner, submission, code)
         assert target.read_text() in ("as it was", code)
-        assert target.stat().st_mode & 0o777 != 0
-        assert len(list(target.parent.iterdir())) == 1
 
 
 def test_links_pipes_and_long_files_stay_behind(tmp_path):
@@ -436,13 +414,18 @@ def test_one_cause_is_said_once(runner, tmp_path):
 
 
 @pytest.fixture
-def command(runner: Runner, monkeypatch):
-    """grade.py's main with these words, by the runner that is there."""
+def this_runner(runner, monkeypatch):
+    """What starts a runner has the one that is there."""
+    monkeypatch.setattr(grade, "has_to_become_nobody", lambda: False)
+    monkeypatch.setattr(grade, "start_runner", lambda *_: nullcontext(runner))
+
+
+@pytest.fixture
+def command(this_runner, monkeypatch):
+    """grade.py's main with these words."""
 
     def run(*words: object) -> None:
         monkeypatch.setattr(sys, "argv", ["grade.py", *map(str, words)])
-        monkeypatch.setattr(grade, "has_to_become_nobody", lambda: False)
-        monkeypatch.setattr(grade, "start_runner", lambda *_: nullcontext(runner))
         grade.main()
 
     return run
@@ -493,14 +476,12 @@ def test_one_item_is_graded_and_what_it_prints_is_shown(tmp_path, command, capsy
 
 
 def test_gradescope_gets_all_items_even_if_the_grader_dies(
-    tmp_path, runner, monkeypatch
+    tmp_path, this_runner, monkeypatch
 ):
     shutil.copy(SOLUTION / "experiment.py", tmp_path)
     monkeypatch.setattr(gradescope, "SUBMISSION", tmp_path)
     monkeypatch.setattr(gradescope, "RESULTS", tmp_path / "out.json")
     monkeypatch.setattr(grade, "WALL_SECONDS", 60)
-    monkeypatch.setattr(grade, "has_to_become_nobody", lambda: False)
-    monkeypatch.setattr(grade, "start_runner", lambda *_: nullcontext(runner))
     right = grade.grade_item
 
     def dies_at_the_last(runner: Runner, item: Item, *arguments: Any) -> grade.Result:
@@ -543,9 +524,15 @@ def test_the_public_solution_loses_the_part_that_a_variant_changes(
 def test_trusted_code_runs_in_this_process_on_any_system(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     grade.copy_submission(SOLUTION, tmp_path)
-    files = {name: str(tmp_path / name) for name in ("answers", "printed")}
-    job = {"folder": str(tmp_path), "module": "loss", "function": "p3o"} | files
-    runner_module.run_here(job | {"calls": [[torch.zeros(1)] * 4 + [1.0]]})
+    job = {
+        "folder": str(tmp_path),
+        "module": "loss",
+        "function": "p3o",
+        "calls": [[torch.zeros(1)] * 4 + [1.0]],
+        "answers": tmp_path / "answers",
+        "printed": tmp_path / "printed",
+    }
+    runner_module.run_here(job)
     (answer,) = json.loads((tmp_path / "answers").read_text())
     assert answer["value"] == {"tensor": [-0.0], "kind": "float32 tensor"}
 

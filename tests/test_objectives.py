@@ -117,22 +117,6 @@ def test_on_a_fresh_batch_every_objective_is_reinforce(objectives, name):
     assert not to_kl.any()
 
 
-def test_gspo_has_the_geometric_mean_of_a_responses_ratios_by_hand(
-    objectives,
-):
-    # rho = 1 and 4, and padding, which is no part of the mean: a ratio of 2. A = -1,
-    # so that nothing is clipped: both tokens lose 2, and each has half of the weight.
-    logp = torch.tensor([[-1.0, -1.0, 0.0]], dtype=F64)
-    logp_behavior = torch.tensor([[-1.0, -1.0 - math.log(4), 0.0]], dtype=F64)
-    advantage = torch.tensor([[-1.0, -1.0, 0.0]], dtype=F64)
-    logp.requires_grad_()
-    kl = torch.zeros_like(logp)
-    loss = objectives["gspo"](logp, logp_behavior, advantage, kl, E_B)
-    assert_close(loss.detach(), [[2, 2, 0]])
-    (gradient,) = torch.autograd.grad(loss.sum() / 2, logp)
-    assert_close(gradient, [[1, 1, 0]])
-
-
 def test_m2po_and_bapo_look_at_the_whole_batch_by_hand(
     objectives,
 ):
@@ -248,17 +232,3 @@ def test_yoked_ess_takes_another_runs_e_b_update_by_update(tmp_path):
     for own, recorded in ((0.71, 0.9), (0.71, 0.9), (0.72, 0.4), (0.72, 0.4)):
         outcome = run(yoked_ess, batch, own, path=str(path))
         assert_same_outcome(outcome, expected("p3o", batch, recorded))
-
-
-# How the trainer finds an objective. It takes seconds to import train.py, so only these
-# tests do.
-
-
-def test_an_objective_is_found_by_its_name_or_by_module_and_name():
-    from train import find_objective
-
-    batch = make_batch(22)
-    grpo = find_objective("grpo", {})
-    assert_same_outcome(run(grpo, batch, E_B), expected("grpo", batch, E_B))
-    tis = find_objective("experiments.objectives:tis", {"C": 1.0})
-    assert_same_outcome(run(tis, batch, E_B), expected("tis", batch, E_B, C=1.0))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import vllm
-from conftest import NONE_COMPLETE
+from conftest import NONE_COMPLETE, add_noise
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_module
@@ -118,24 +118,10 @@ def test_log_pi_b_is_renormalized_to_the_support_and_minus_infinity_outside(
     log_pi_b = logits.masked_fill(outside, -torch.inf).log_softmax(dim=-1)
     logp = rollouts.logp_behavior[rollouts.mask][:, None]
     assert torch.allclose(logp, log_pi_b.gather(1, token), atol=AGREE)
+    # All 20 tokens are listed, from the likeliest down.
     top_logp = rollouts.top_logp_behavior[rollouts.mask]
+    assert torch.allclose(top_logp, log_pi_b.topk(20).values, atol=AGREE)
     assert torch.allclose(top_logp, log_pi_b.gather(1, listed), atol=AGREE)
-
-
-def test_the_k_likeliest_tokens_of_pi_b_are_listed_in_order(
-    build_engine, policy, prompts
-):
-    rollouts = sample(build_engine(top_logprobs=3), prompts[:8], temperature=HOT)
-    assert rollouts.top_tokens.shape == (*rollouts.mask.shape, 3)
-    with torch.no_grad():
-        log_pi_b = (logits_of(policy, rollouts) / HOT).log_softmax(dim=-1)  # [M, V]
-    listed = rollouts.top_tokens[rollouts.mask]  # [M, 3]
-    logp = rollouts.top_logp_behavior[rollouts.mask]  # [M, 3]
-    assert torch.allclose(logp, log_pi_b.topk(3).values, atol=AGREE)
-    assert torch.allclose(logp, log_pi_b.gather(1, listed), atol=AGREE)
-    # Each is another token, and they do not depend on what was sampled.
-    assert (listed.sort(dim=-1).values.diff(dim=-1) > 0).all()
-    assert (sampled_tokens(rollouts) != listed).all(dim=-1).any()
 
 
 # The KL, from the listed tokens
@@ -150,11 +136,8 @@ def pi_b() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def pi_theta(pi_b) -> torch.nn.Module:
     """What it has become after something like an update: noise on every weight."""
-    generator = torch.Generator().manual_seed(0)
     model = copy.deepcopy(pi_b)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+    add_noise(model, 0.02)
     return model
 
 
@@ -190,11 +173,10 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
 # log pi_theta
 
 
-@pytest.mark.parametrize("chunk", [7, 1024])  # tokens; it changes nothing
 def test_the_policy_gives_log_softmax_of_the_logits_and_its_gradient(
-    chunk, engine, policy, prompts, monkeypatch
+    engine, policy, prompts, monkeypatch
 ):
-    monkeypatch.setattr(policy_module, "CHUNK", chunk)
+    monkeypatch.setattr(policy_module, "CHUNK", 7)  # tokens; it changes nothing
     rollouts = sample(engine, prompts[:4])
     logp, top_logp = Policy(policy, temperature=0.7)(rollouts)
     log_pi = (logits_of(policy, rollouts) / 0.7).log_softmax(dim=-1)  # [M, V]
@@ -225,8 +207,8 @@ SIZE = {
 }
 
 
-FAST = ("llama", "qwen2")
-OTHERS = [each for each in TRAINABLE if each not in FAST]
+FAST = "qwen2"  # of a llama, which tiny is, all other tests tell
+OTHERS = [each for each in TRAINABLE if each != FAST]
 # Of tiny's tokenizer. Some types have others, beyond the 2,000.
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -242,7 +224,7 @@ def random_model(model_type: str, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "model_type",
-    [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
+    [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
 )
 def test_of_each_type_transformers_policy_and_engine_agree_before_and_after_an_update(
     model_type, build_engine, group, prompts, tmp_path
@@ -375,11 +357,10 @@ def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_ran
 ):
     seeds = [noise_seed(1, place, 2) for place in range(8)]
     together = engine.sample(prompts[:8], 2, seeds, max_tokens=64)
-    # What ranks 0 and 1 of two would sample.
-    for rank in 0, 1:
-        alone = engine.sample(prompts[rank:8:2], 2, seeds[rank::2], max_tokens=64)
-        expected = [together.text[2 * i : 2 * i + 2] for i in range(rank, 8, 2)]
-        assert alone.text == sum(expected, [])
+    # What rank 1 of two would sample.
+    alone = engine.sample(prompts[1:8:2], 2, seeds[1::2], max_tokens=64)
+    expected = [together.text[2 * i : 2 * i + 2] for i in range(1, 8, 2)]
+    assert alone.text == sum(expected, [])
     # Response 1 to a prompt has the noise of seed + 1.
     assert together.text[0] != together.text[1]
     others = [seeds[0] + 1, seeds[1]]
@@ -412,25 +393,21 @@ def test_an_engine_that_sleeps_says_so_until_the_next_sync(engine, policy, promp
 
 
 @pytest.mark.parametrize(
-    "error, said",
+    "error",
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99.00 GiB."),
-            "kv_cache_gb is 99: CUDA out of memory",
-        ),
-        (
-            ValueError("Free memory on device cuda:0 (0.1/79.2 GiB) on startup is ..."),
-            r"kv_cache_gb is 99: Free memory on device cuda:0 \(0.1/79.2 GiB\) on",
-        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99.00 GiB."),
+        ValueError("Free memory on device cuda:0 (0.1/79.2 GiB) on startup is ..."),
     ],
 )
-def test_an_engine_that_does_not_fit_is_refused(error, said, group, monkeypatch):
+def test_an_engine_that_does_not_fit_is_refused(error, group, monkeypatch):
     def build(*_, **__):
         raise error
 
     monkeypatch.setattr(vllm, "LLM", build)
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(Refused) as refused:
         Engine("tiny", 128, kv_cache_gb=99)
+    reason, *_ = str(error).split(". ")
+    assert str(refused.value).startswith(f"kv_cache_gb is 99: {reason}")
 
 
 def test_a_run_stops_where_an_engine_finds_no_memory_to_wake_up(

@@ -201,12 +201,12 @@ WRONG_OBJECTIVES = {
     "gspo's ratio is the product of a response's ratios": Mistake(
         "log_rho.sum(dim=1, keepdim=True) / length",
         "log_rho.sum(dim=1, keepdim=True)",
-        ["test_gspo_has_the_geometric_mean_of_a_responses_ratios_by_hand"],
+        ["test_an_objective_equals_the_oracle"],
     ),
     "gspo counts padding": Mistake(
         "counts = advantage != 0",
         "counts = advantage == advantage",
-        ["test_gspo_has_the_geometric_mean_of_a_responses_ratios_by_hand"],
+        ["test_an_objective_equals_the_oracle"],
     ),
     "cispo's eps_high is the cap": Mistake(
         "C=1 + eps_high", "C=eps_high", [TABLE, "test_an_objective_equals_the_oracle"]
