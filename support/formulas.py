@@ -56,7 +56,7 @@ def formula_of(latex: str) -> Any:
     """What a formula says, as parts_of has it; an Exception for what says nothing."""
     if UNREADABLE.search(latex):
         raise ValueError("it has no one meaning")
-    if re.fullmatch(r"[^,;=]*\\pm[^,;=]*", latex) and latex.count(r"\pm") == 1:
+    if latex.count(r"\pm") == 1 and not re.search("[,;]", latex):
         return [formula_of(latex.replace(r"\pm", sign)) for sign in "+-"]
     latex = re.sub(r"(?<=\d)[eE]([-+]?\d+)(?!\w)", r"\\cdot10^{\1}", latex)  # 3e8
     # R and r are two variables, and variables are real.

@@ -35,7 +35,7 @@ def test_the_top_level_has_the_scripts_of_the_method_and_no_other_python():
 @pytest.mark.parametrize("path", CORE, ids=module_of)
 def test_scripts_never_import_experiments_and_support_imports_nothing_above_it(path):
     above = {"experiments", "tests", "assignment"}
-    if path.parent.name == "support":
+    if path.parent == ROOT / "support":
         above |= set(SCRIPTS)
     if path.name == "tasks.py":
         above -= {"reward"}  # which knows whether a gold answer can be read
