@@ -84,7 +84,7 @@ OWN_MEAN, YOKED = "p3o, own mean e_B", "p3o, yoked e_B"
 RAW = "p3o, raw log pi_b"
 # A-3PO's alpha follows from the lag. Where that is 0 or 1, it is GRPO 0.4.
 A3PO = "a3po"
-NEIGHBOURS = ("m2po", "bapo", "asymre", "rec", "opmd", "sapo")
+NEIGHBOURS = "m2po bapo asymre rec opmd sapo".split()
 STATISTICS = (
     "p3o, e_B of responses",
     "p3o, e_B of mean ratios",
@@ -118,9 +118,10 @@ OBJECTIVES: dict[str, Flags] = {
         name: {"objective": f"experiments.objectives:{name}"}
         for name in ("dapo", "gspo", "cispo", "tis", A3PO, *NEIGHBOURS)
     },
-    "p3o, e_B = 0.8": ablation("fixed_ess", objective_args="level=0.8"),
-    "p3o, e_B = 0.9": ablation("fixed_ess", objective_args="level=0.9"),
-    "p3o, e_B = 0.97": ablation("fixed_ess", objective_args="level=0.97"),
+    **{
+        f"p3o, e_B = {level}": ablation("fixed_ess", objective_args=f"level={level}")
+        for level in (0.8, 0.9, 0.97, 0.999)
+    },
     OWN_MEAN: ablation("fixed_ess"),  # with the level of the cell
     YOKED: ablation("yoked_ess"),  # with the file of the cell
     RAW: {},

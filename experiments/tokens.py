@@ -34,13 +34,10 @@ from support.log import Log
 from support.machine import init_distributed
 
 TEMPLATE = Path(__file__).resolve().with_name("tokens_template.html")
-COMPARED: dict[str, Callable[..., Tensor]] = {
-    **LOSSES,
-    **{
-        name: getattr(objectives, name)
-        for name in """dapo gspo cispo tis
-            m2po a3po bapo asymre rec opmd sapo""".split()
-    },
+COMPARED: dict[str, Callable[..., Tensor]] = LOSSES | {
+    name: getattr(objectives, name)
+    for name in """dapo gspo cispo tis
+        m2po a3po bapo asymre rec opmd sapo""".split()
 }
 
 

@@ -143,9 +143,9 @@ def test_the_derivations_of_the_reference_by_hand(name, arguments, right):
 # The matrix of mistakes
 
 
-# Each takes a second or two. Every fourth one is in `make test`.
+# Each takes a second or two. Every eighth one is in `make test`.
 SOME_SLOW = [
-    pytest.param(mistake, marks=[pytest.mark.slow] if index % 4 else [])
+    pytest.param(mistake, marks=[pytest.mark.slow] if index % 8 else [])
     for index, mistake in enumerate(MISTAKES)
 ]
 
@@ -591,8 +591,6 @@ def flags(words: str) -> dict[str, list[str]]:
         (flags("--lag=4 " * 51), {}, "at most 50 items"),
         # The arms differ, and one of them has a mismatch.
         (flags("--lag=4 --out_dir=runs/a"), flags("--lag 4"), "have the same settings"),
-        (flags("--lag=4 --kv_cache_gb=1"), flags("--lag=4"), "have the same settings"),
-        (flags("--objective=p3o"), flags("--objective=grpo"), "no arm has a mismatch"),
         (flags("--minibatches=1"), flags("--objective=grpo"), "no arm has a mismatch"),
         (flags("--minibatches=4"), flags("--objective=grpo"), ""),
         (flags("--top_p=0.9"), flags("--objective=p3o"), ""),

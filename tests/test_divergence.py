@@ -35,8 +35,8 @@ def divergence(p: list[float], b: list[float]) -> float:
 
 @pytest.mark.parametrize(
     "p_share, b_share",
-    [(1.1, 300), (300, 1.1), (0.1, 0.9), (0.9, 0.1), (1e-7, 0.5)]
-    + [(0.9, 1.1), (1.1, 0.9), (1e-4, 10), (10, 0.1), (0.1, 1e4), (1e4, 1e-4)],
+    [(1.1, 300), (300, 1.1), (0.1, 0.9), (0.9, 1e-7)]
+    + [(0.9, 1.1), (1.1, 0.9), (1e-4, 10), (1e4, 1e-4)],
 )
 def test_a_rest_counts_as_what_it_is_and_below_the_floor_as_the_floor(p_share, b_share):
     p, b = policies(p_share * REST_FLOOR, b_share * REST_FLOOR)

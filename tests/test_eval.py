@@ -14,7 +14,6 @@ import train
 from eval import (
     EvalConfig,
     estimate,
-    evaluate,
     heldout_accuracy,
     load_benchmarks,
     pass_at_k,
@@ -90,27 +89,13 @@ def test_a_single_problem_tells_nothing_of_others():
 # On the engine
 
 
-def test_an_evaluation_counts_the_right_samples_of_each_problem(
-    engine, policy, heldout
-):
-    some = Split(heldout.problems[:200], heldout.prompts[:200], heldout.verifier)
-    found = evaluate(engine, some, samples=2, max_tokens=64)
-    counts = [each["rewards"].count(1.0) for each in found]
-    assert len(counts) == 200
-    assert set(counts) == {0, 1, 2}
-    # The embedded policy solves 0.44: standard error at most sqrt(0.25 / 200) = 0.035.
-    assert sum(counts) / 400 == pytest.approx(0.44, abs=3 * 0.035)
-
-
 def test_heldout_accuracy_is_of_samples_at_the_policys_temperature_and_greedy(
     engine, policy, heldout
 ):
-    few = Split(heldout.problems[:40], heldout.prompts[:40], heldout.verifier)
-    both = heldout_accuracy(engine, few, policy_temperature=1.0, max_tokens=64)
-    for name, temperature in {"heldout_pass@1": 1.0, "heldout_greedy": 0.0}.items():
-        found = evaluate(engine, few, temperature=temperature, max_tokens=64)
-        assert both[name] == sum(each["rewards"] == [1.0] for each in found) / 40
-    assert both["heldout_pass@1"] != both["heldout_greedy"]
+    few = Split(heldout.problems[:80], heldout.prompts[:80], heldout.verifier)
+    found = heldout_accuracy(engine, few, policy_temperature=1.0, max_tokens=64)
+    # The embedded policy has 0.44 of all samples right, and decodes 0.21 of all sums.
+    assert 0.1 < found["heldout_greedy"] < 0.33 < found["heldout_pass@1"] < 0.6
 
 
 def evaluate_here(run_here: Any, out: Path, *flags: str) -> dict[str, Any]:
@@ -237,12 +222,10 @@ def test_two_ranks_count_what_one_rank_counts_with_an_engine_each_or_a_shared_on
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("--task=tiny,sums", "there is no task 'sums'"),
         ("--task=math500 --split=train", "the task 'math500' has no split 'train'"),
         ("--temperature=2.5", "temperature is '2.5'"),
         ("--temperature=0 --samples=4", "greedy samples are all the same"),
         ("--split=test", "split is 'test': Input should be 'train' or 'heldout'"),
-        ("--rollout_tp=2", "rollout_tp is 2"),
         # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context
         # is 128.
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),

@@ -87,6 +87,17 @@ def test_a_run_of_smollm2_is_the_recipe_but_for_what_its_cell_says():
     }
 
 
+def test_the_grid_of_smollm2_has_a_task_of_its_own_and_its_hardest_runs_first():
+    grid = pretrained.PARTS["grid"]
+    assert len(grid) == 5 * 6 * 3
+    configs = [config_of(pretrained.command_of(cell, "smollm2")) for cell in grid[:30]]
+    assert [cfg.lag for cfg in configs] == [16] * 6 + [0] * 6 + [4] * 6 + [0] * 12
+    assert {cfg.task for cfg in configs} == {"recipes/sums-of-three"}
+    # Those of sums and products keep theirs.
+    cfg = config_of(pretrained.command_of(pretrained.PARTS["stale"][0], "smollm2"))
+    assert (cfg.task, cfg.lag) == ("recipes/sums-and-products", 4)
+
+
 def test_e_b_of_the_runs_own_mean_and_of_another_run_wait_for_p3os(tmp_path):
     own = Cell("lag 16", mismatch.OWN_MEAN, LEARNING_RATE, 0)
     with pytest.raises(Refused, match="--part grid comes first"):

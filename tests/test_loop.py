@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import KEPT, NONE_COMPLETE, SOME_COMPLETE, refusal_of
-from launch import read_metrics, torchrun
+from launch import assert_same_metrics, read_metrics, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -45,6 +45,41 @@ def test_an_epoch_has_every_problem_once_and_the_next_one_another_order():
 def test_runs_of_different_seeds_have_the_problems_in_different_orders():
     orders = {tuple(problems_at(seed, 100, range(32))) for seed in range(5)}
     assert len(orders) == 5
+
+
+@pytest.fixture
+def sums(tmp_path) -> str:
+    """A file of two problems, with a verifier and an instruction of its own."""
+    rows = '{"prompt": "1+2", "answer": "3"}\n{"prompt": "10+2", "answer": "12"}\n'
+    (tmp_path / "task.jsonl").write_text(rows)
+    settings = '{"verifier": "gsm8k", "instruction": "0123"}'
+    (tmp_path / "task.json").write_text(settings)
+    return str(tmp_path / "task.jsonl")
+
+
+def test_longer_prompts_are_dropped_if_a_limit_is_given_and_refused_otherwise(sums):
+    _, trained, heldout, _ = load_data(Config(task=sums, eval_problems=1))
+    assert (len(trained.prompts), len(heldout.prompts)) == (2, 1)
+    limit = len(trained.prompts[0])  # the other one has a digit more
+    _, kept, _, _ = load_data(Config(task=sums, max_prompt_tokens=limit))
+    assert kept.prompts == trained.prompts[:1]
+    # The context of tiny has 128 tokens.
+    with pytest.raises(Refused, match=f"1 of 2 train prompts .* over {limit} tokens"):
+        load_data(Config(task=sums, max_response_tokens=128 - limit))
+
+
+@pytest.mark.parametrize(
+    "fields, tokens",
+    [({}, 100), ({"micro_batch_tokens": 9}, 9), ({"gradient_checkpointing": 1}, 16384)],
+)
+def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(
+    fields, tokens, sums, monkeypatch
+):
+    # Each layer of tiny keeps 2 * 12 * 128 + 4 * (2 * 8 * 32 + 4 * 384) bytes a token.
+    monkeypatch.setattr(train, "ACTIVATIONS", 100 * 3 * 11_264)
+    cfg = Config(task=sums, **fields)
+    load_data(cfg)
+    assert cfg.micro_batch_tokens == tokens
 
 
 # 1 rollout
@@ -150,26 +185,18 @@ def test_every_token_has_the_advantage_of_its_response_in_its_group(
     assert rollouts.advantage.any()
 
 
-def test_answers_are_checked_by_the_verifier_of_the_task(tmp_path):
-    file = tmp_path / "task.jsonl"
-    file.write_text('{"prompt": "0+1", "answer": "1"}\n')
-    (tmp_path / "task.json").write_text('{"verifier": "gsm8k", "instruction": null}')
-    _, trained, heldout, _ = load_data(Config(task=str(file)))
+def test_answers_are_checked_by_the_verifier_of_the_task(sums):
+    _, trained, heldout, _ = load_data(Config(task=sums))
     for split in trained, heldout:
-        # tiny ends with the sum alone, and gsm8k wants "#### 1".
-        assert split.score([0], ["1", "#### 1"]) == [0.0, 1.0]
+        # tiny ends with the sum alone, and gsm8k wants "#### 3".
+        assert split.score([0], ["3", "#### 3"]) == [0.0, 1.0]
 
 
-def test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval(tmp_path):
-    (tmp_path / "task.jsonl").write_text('{"prompt": "1+2", "answer": "3"}\n')
-    settings = {"verifier": "exact", "instruction": "0123"}
-    (tmp_path / "task.json").write_text(json.dumps(settings))
-    file = str(tmp_path / "task.jsonl")
-    tokenizer, trained, heldout, _ = load_data(Config(task=file))
-    _, benchmarks = load_benchmarks(EvalConfig(task=[file]))
-    for split in trained, heldout, benchmarks[file]:
-        [prompt] = split.prompts
-        text = tokenizer.decode(prompt)
+def test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval(sums):
+    tokenizer, trained, heldout, _ = load_data(Config(task=sums))
+    _, benchmarks = load_benchmarks(EvalConfig(task=[sums]))
+    for split in trained, heldout, benchmarks[sums]:
+        text = tokenizer.decode(split.prompts[0])
         assert text.startswith("<bos>0123")
         assert text.endswith("1+2:")
 
@@ -177,19 +204,12 @@ def test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval(tmp_pat
 # 3 update
 
 
-@pytest.mark.parametrize(
-    "ranks, prompts, is_refused", [(1, 6, False), (2, 6, True), (2, 8, False)]
-)
 def test_prompts_that_ranks_and_minibatches_cannot_share_equally_are_refused(
-    ranks, prompts, is_refused, monkeypatch
+    monkeypatch,
 ):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    flags = [f"--prompts_per_step={prompts}", "--minibatches=2"]
-    if not is_refused:
-        parse_flags(Config, flags)
-        return
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refused, match="prompts_per_step is 6: give a multiple of 4"):
-        parse_flags(Config, flags)
+        parse_flags(Config, ["--prompts_per_step=6", "--minibatches=2"])
 
 
 # The loop
@@ -266,22 +286,14 @@ def test_every_update_has_the_objective_of_the_run(record):
         assert updated.objective.keywords == {"eps_high": 0.4}
 
 
-def test_each_pass_goes_through_every_response_once(record):
+def test_each_pass_goes_through_all_groups_in_their_order(record):
     run = record("--steps=1", "--prompts_per_step=6", "--minibatches=3", "--passes=2")
-    rows = [updated.rows for updated in run.updates]
-    assert [len(each) for each in rows] == [8] * 6
-    # Without a warm-up the first update has the rate of the others.
-    assert {updated.rate for updated in run.updates} == {2e-3}
-    for rows_of_pass in rows[:3], rows[3:]:
-        assert sorted(torch.cat(rows_of_pass).tolist()) == list(range(24))
-
-
-def test_a_minibatch_has_whole_groups_in_their_order(record):
-    run = record("--steps=1", "--prompts_per_step=6", "--minibatches=3")
     # Minibatch i has the groups 2 i and 2 i + 1, of 4 rows each, and so on two ranks:
     # rank r has the groups r, 2 + r and 4 + r, and the i-th of them is 2 i + r.
     rows = [updated.rows.tolist() for updated in run.updates]
-    assert rows == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
+    assert rows == 2 * [list(range(8 * i, 8 * i + 8)) for i in range(3)]
+    # Without a warm-up the first update has the rate of the others.
+    assert {updated.rate for updated in run.updates} == {2e-3}
 
 
 def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
@@ -430,14 +442,7 @@ def test_a_short_run_raises_sampled_and_greedy_held_out_accuracy(run):
 
 
 def test_two_ranks_do_what_one_rank_does(run, train_here):
-    one_rank = train_here(*SHORT, "--steps=2")
-    for name in "heldout_pass@1", "heldout_greedy":
-        assert run.metrics[0][name] == one_rank[0][name]
-    for one, two in zip(one_rank[1:], run.metrics[1:3], strict=True):
-        for name in "reward", "response_tokens", "groups_with_signal", "truncated":
-            assert two[name] == pytest.approx(one[name], rel=1e-6), name
-        for name in "ess", "ess_min", "kl", "grad_norm", "entropy":
-            assert two[name] == pytest.approx(one[name], rel=1e-3), name
+    assert_same_metrics(run.metrics[:2], train_here(*SHORT, "--steps=1"))
 
 
 def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run):
@@ -505,52 +510,11 @@ def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     greedy = build_engine(folder).sample(
-        prompts[:8], 1, [0] * 8, temperature=0, max_tokens=64
+        prompts[:4], 1, [0] * 4, temperature=0, max_tokens=64
     )
-    for prompt, text in zip(prompts[:8], greedy.text, strict=True):
+    for prompt, text in zip(prompts, greedy.text, strict=False):
         tokens = model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=64
         )
         response = tokens[0, len(prompt) :]
         assert tokenizer.decode(response, skip_special_tokens=True) == text
-
-
-# What the user can get wrong; test_flags.py has the flags
-
-
-@pytest.mark.parametrize(
-    "flag, sentence",
-    [
-        ("--rollout_tp=2", "rollout_tp is 2: it has to divide the 1 ranks"),
-        # The context is 128, and a sum of three digits each has 9 tokens.
-        ("--max_response_tokens=119", "2041 of 4096 train prompts of tiny have over 9"),
-        ("--max_prompt_tokens=5", "4096 of 4096 train prompts of tiny have over 5"),
-    ],
-)
-def test_bad_input_is_one_sentence_before_the_engine_is_built(flag, sentence):
-    assert sentence in refusal_of(train, flag)
-
-
-def test_longer_prompts_are_dropped_only_if_a_limit_is_given():
-    _, kept, _, _ = load_data(Config(max_prompt_tokens=9))
-    assert len(kept.prompts) == 4096 - 2041
-    assert max(map(len, kept.prompts)) == 9
-
-
-@pytest.mark.parametrize(
-    "fields, tokens",
-    [({}, 100), ({"micro_batch_tokens": 9}, 9), ({"gradient_checkpointing": 1}, 16384)],
-)
-def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(
-    fields, tokens, monkeypatch
-):
-    # Each layer of tiny keeps 2 * 12 * 128 + 4 * (2 * 8 * 32 + 4 * 384) bytes a token.
-    monkeypatch.setattr(train, "ACTIVATIONS", 100 * 3 * 11_264)
-    cfg = Config(**fields)
-    load_data(cfg)
-    assert cfg.micro_batch_tokens == tokens
-
-
-def test_as_many_problems_are_held_out_as_the_run_says():
-    _, _, heldout, _ = load_data(Config(eval_problems=31))
-    assert len(heldout.prompts) == 31

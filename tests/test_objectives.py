@@ -164,7 +164,6 @@ def test_a_part_of_p3o_is_left_out_by_hand(name, weight, kl_weights):
         ("importance_sampled", 0.5, 0.5 * math.exp(0.5)),
         ("k3", -12.0, 1 - math.exp(12)),  # not clamped
         ("k3", 2.0, 1 - math.exp(-2)),
-        ("clamped_k3", 2.0, 1 - math.exp(-2)),
         ("clamped_k3", 10.1, 1.0),
         # It pulls a token that has become rare back, by 19,929, and a rarer one on.
         ("clamped_k3", -9.9, 1 - math.exp(9.9)),

@@ -11,7 +11,7 @@ import pytest
 
 # Fixtures of the tests that are called here.
 from test_checkpoints import trained  # noqa: F401
-from test_loop import few, record, tiny  # noqa: F401
+from test_loop import few, record, sums, tiny  # noqa: F401
 from test_resume import finished  # noqa: F401
 from test_sync import embedded, long_engine, long_tiny  # noqa: F401
 from test_train import stale, trainee  # noqa: F401

@@ -64,8 +64,7 @@ ADVANTAGE = "test_loop.test_every_token_has_the_advantage_of_its_response_in_its
 PROMPTS = (
     "test_loop.test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval"
 )
-PASSES = "test_loop.test_each_pass_goes_through_every_response_once"
-GROUPS = "test_loop.test_a_minibatch_has_whole_groups_in_their_order"
+PASSES = "test_loop.test_each_pass_goes_through_all_groups_in_their_order"
 LAG = "test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls"
 ON_POLICY = "test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights"
 METRICS = (
@@ -95,7 +94,10 @@ LOG_PI_B = (
     "test_rollout."
     "test_log_pi_b_is_after_the_temperature_and_the_trainer_agrees_on_every_token"
 )
-TOP_TOKENS = "test_rollout.test_the_k_likeliest_tokens_of_pi_b_are_listed_in_order"
+TOP_TOKENS = (
+    "test_rollout."
+    "test_log_pi_b_is_renormalized_to_the_support_and_minus_infinity_outside"
+)
 RESTORED = (
     "test_checkpoints.test_moments_metrics_and_waiting_rollouts_come_back_bit_for_bit"
 )
@@ -103,7 +105,6 @@ ENDS_EARLY = (
     "test_checkpoints."
     "test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works"
 )
-NEWEST = "test_checkpoints.test_the_newest_two_checkpoints_stay"
 
 # Lines that several mistakes are about.
 MINIBATCHES = "rows_of_rank.chunk(cfg.minibatches)"
@@ -216,13 +217,13 @@ MISTAKES: dict[str, Mistake] = {
         train.main,
         MINIBATCHES,
         "[rows_of_rank[i :: cfg.minibatches] for i in range(cfg.minibatches)]",
-        [GROUPS],
+        [PASSES],
     ),
     "minibatches that do not follow the order of the prompts on a rank": Mistake(
         train.main,
         MINIBATCHES,
         "rows_of_rank.roll(cfg.group_size).chunk(cfg.minibatches)",
-        [GROUPS],
+        [PASSES],
     ),
     "micro-batches larger than allowed": Mistake(
         train.micro_batches,
@@ -421,7 +422,9 @@ MISTAKES: dict[str, Mistake] = {
         train.kl_of_positions,
         "if cfg.top_p < 1 or cfg.top_k > 0:",
         "if cfg.top_p < 1:",
-        ["test_train.test_under_top_k_the_kl_is_over_what_pi_b_can_sample"],
+        [
+            "test_train.test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set"
+        ],
     ),
     "no bucket for the tokens that are not listed": Mistake(
         train.kl_of_positions,
@@ -607,6 +610,6 @@ MISTAKES: dict[str, Mistake] = {
         support.checkpoints.load_checkpoint,
         "checkpoints(out)[-1]",
         "checkpoints(out)[0]",
-        [NEWEST],
+        [ENDS_EARLY],
     ),
 }
