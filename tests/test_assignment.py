@@ -184,14 +184,13 @@ ANSWERS = json.dumps([{"value": {"tensor": [3, 3, 3]}, "gradients": []}] * 9)
     "code",
     [
         SAME.format("return arguments[0] * 0"),
-        SAME.format("return torch.tensor(float('nan'))"),
         SAME.format("return 'all points, please'"),
         # It writes answers wherever it can, and ends.
         "import os\nfor number in range(30):\n"
         f"    try: os.write(number, {ANSWERS!r}.encode())\n"
         "    except OSError: 0\nos._exit(0)",
     ],
-    ids=["zero", "NaN", "text", "forged"],
+    ids=["zero", "text", "forged"],
 )
 def test_code_that_answers_without_computing_gets_no_point(runner, tmp_path, code):
     (tmp_path / "loss.py").write_text(code)
@@ -244,7 +243,6 @@ def test_what_neither_ends_nor_computes_is_not_graded(runner, tmp_path, monkeypa
 
 HOSTILE = {
     "crash": ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
-    "exit": ("import os\nos._exit(0)", "without an answer"),
     # The runner lets it write 4 MB.
     "flood of answers": (CALLED + "return 'x' * 2**23", "without an answer"),
     "memory bomb": (CALLED + "return bytearray(10**11)", "MemoryError"),
@@ -269,7 +267,6 @@ HOSTILE = {
         f"import os\nos.listdir({str(ROOT / 'assignment')!r})",
         "PermissionError",
     ),
-    "an import of the grader": ("import assignment.items", "ModuleNotFoundError"),
 }
 
 
@@ -561,17 +558,6 @@ def test_where_foreign_code_cannot_be_enclosed_the_reason_is_said(
 # results.json of part 4
 
 
-def complaint(tmp_path: Path, results: object) -> str:
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(results))
-    return wrong_results(path)
-
-
-@pytest.mark.parametrize("results", [None, {"arms": 3}])
-def test_results_of_another_form_are_told(tmp_path, results):
-    assert complaint(tmp_path, results).startswith("results.json, ")
-
-
 def flags(words: str) -> dict[str, list[str]]:
     return {"flags": words.split()}
 
@@ -602,7 +588,9 @@ def test_what_does_not_fit_in_results_is_told(tmp_path, first, second, said):
     results = json.loads((SOLUTION / "results.json").read_text())
     for arm, fields in zip(results["arms"].values(), (first, second), strict=True):
         arm.update(fields)
-    found = complaint(tmp_path, results)
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results))
+    found = wrong_results(path)
     assert said in found
     assert bool(said) == bool(found)
     assert "antigravity" not in sys.modules

@@ -225,7 +225,6 @@ def test_two_ranks_count_what_one_rank_counts_with_an_engine_each_or_a_shared_on
         ("--task=math500 --split=train", "the task 'math500' has no split 'train'"),
         ("--temperature=2.5", "temperature is '2.5'"),
         ("--temperature=0 --samples=4", "greedy samples are all the same"),
-        ("--split=test", "split is 'test': Input should be 'train' or 'heldout'"),
         # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context
         # is 128.
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),

@@ -299,8 +299,14 @@ ANOTHER_FORMULA = [
     ("|x|", "x"),
     # equations and inequalities
     ("18", "x^2=18", "xy=18", "17=18"),
-    ("x=3", r"x=1 \implies y=3", r"x=1 \Rightarrow y=3", r"x=1 \to y=3"),
-    ("x=3", r"x \equiv 1 = 3", r"x=1 \ne y=3"),
+    (
+        "x=3",
+        r"x=1 \implies y=3",
+        r"x=1 \Rightarrow y=3",
+        r"x=1 \to y=3",
+        r"x \equiv 1 = 3",
+        r"x=1 \ne y=3",
+    ),
     ("x=18", "y=18"),
     ("(1,2)", "(y,x)=(1,2)"),
     ("y=2x+1", "1"),
@@ -778,10 +784,8 @@ BAD_FILES = [
         GOOD_LINE + '\n\n{"prompt": "1+1", "answer": NaN}\n',
         "1 of the 2 .*row 4: no answer, as text or number: correct",
     ),
-    ('{"prompt": "1+1", "answer": true}\n', "1 of the 1 rows"),
     (GOOD_LINE + '{"prompt": "1+1"}\n', "1 of the 2 .*row 2: no answer, as text"),
     ('{"prompt": [{"role": "user"}], "answer": "2"}\n', "1 of the 1 rows"),
-    ('{"prompt": "1+1", "answer": ["2"]}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": "}{"}\n', "1 of the 1 rows"),
     (
         '{"answer": "2"}\n' + f'{{"prompt": "1+1", "answer": "{"2" * 301}"}}\n' * 5,
