@@ -166,7 +166,10 @@ def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     "rank, flag, printed",
     [
         ("0", "--lag=-1", "train.py: lag is '-1': "),
-        ("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
+        pytest.param(
+            *("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_is_built(

@@ -497,8 +497,8 @@ HOSTILE = [
     r"\boxed{\begin{pmatrix}" + "&".join(["2^{2^{36}}"] * 9) + r"\end{pmatrix}}",
     "\\boxed{" + "(" * 140 + "6" + ")" * 140 + "}",
     "\\boxed{1e99999999999}",
-    "\\boxed{" + "{" * 1_000_000,
-    "\\boxed{" * 100_000 + "}" * 100_000,
+    "\\boxed{" + "{" * 200_000,
+    "\\boxed{" * 20_000 + "}" * 20_000,
     "<think></think>" * 100_000,
     "\\" * 1_000_000,
     "\\boxed" + " " * 1_000_000,
@@ -529,11 +529,12 @@ def test_hostile_responses_get_0_and_the_others_their_reward(verifier, tmp_path)
     start = time.process_time()
     assert score(responses, ["5"] * len(responses), verifier) == expected
     # Children do what may take long. The trainer itself reads text, in time that grows
-    # with its length: a second for a megabyte of braces.
+    # with its length: less than a second for these.
     assert time.process_time() - start < 10
     assert not (ROOT / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_k_hostile_answers_cost_k_times_the_limit_of_cpu_time():
     towers = [f"\\boxed{{9^{{8^{{{n}}}}}}}" for n in (100, 101)]
     start = children_cpu_seconds()
