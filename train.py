@@ -145,7 +145,8 @@ def update(
     for part in (last, *others):
         logp, top_logp = output_of_last if part is last else policy(part)
         kl = kl_of_positions(top_logp, part, cfg)  # [N, T]
-        loss = objective(logp, part.logp_behavior, part.advantage, kl, e_b)  # [N, T]
+        # P3O's: -sg(min(rho, e_B)) A log pi_theta + (1 - e_B) KL, [N, T]
+        loss = objective(logp, part.logp_behavior, part.advantage, kl, e_b)
         share = loss[part.mask].sum() / token_count  # this part's share of the mean
         # FSDP averages the ranks' gradients. We need their sum.
         (share * dist.get_world_size()).backward()
