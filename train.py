@@ -66,13 +66,13 @@ def main() -> None:
     log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
         # 1 Rollout, 2 reward: batches are sampled `lag` steps before they are used, and
-        # wait in the queue. At lag 4 step 8 samples step 12's batch, with weights 7.
+        # wait in the queue. With lag 4, step 8 samples step 12's batch from weights 7.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
 
-        # 3 Update: rank r of w has the groups r, r + w, ... of the batch. So the first
-        # minibatches of all ranks hold the same groups together, for any w.
+        # 3 Update: rank r of w has the groups r, r + w, ... of the batch. So the ranks'
+        # first minibatches, taken together, hold the same groups whatever w is.
         engine.sleep()  # It lends its memory to the trainer.
         rows_of_rank = torch.arange(len(rollouts.text))
         minibatches = rows_of_rank.chunk(cfg.minibatches)
@@ -90,12 +90,13 @@ def main() -> None:
         if is_due(SYNC_CHECK_EVERY, step, cfg):
             check_sync(engine, policy, run.train.prompts)
 
-        # 5 Save, evaluate, log. Each statistic is the mean over the updates, e_B too.
+        # 5 Save, evaluate, add a line to metrics.jsonl: means over the updates, of e_B
+        # too, but for the last two.
         metrics = log.metrics_of(step, rollouts)
         for name in updates[0]:
             metrics[name] = fmean(stats[name] for stats in updates)
         metrics["ess_min"] = min(stats["ess"] for stats in updates)
-        metrics["mismatch_mean"] = updates[0]["mismatch_mean"]  # before all updates
+        metrics["mismatch_mean"] = updates[0]["mismatch_mean"]  # before any update
         if cfg.save_every and is_due(cfg.save_every, step, cfg):
             save_checkpoint(run.out, step, policy, optimizer, queue, metrics)
         log.write(metrics | save_and_evaluate(step, run, cfg))
@@ -114,7 +115,7 @@ def update(
     """Make one optimizer step on B, the `rows` of all ranks; return its statistics.
 
     `objective` is loss.p3o, or what --objective names. e_B and the gradient are those
-    of the whole B, on any number of ranks and in parts of any size. Raises
+    of the whole B, however it is split into ranks and parts. Raises
     FloatingPointError, on all ranks, where e_B or the gradient is not finite. A
     collective.
     """
@@ -122,8 +123,8 @@ def update(
     *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
 
     # First e_B, which needs rho of all tokens of B. Only the last part keeps its graph.
-    # The others are computed again below, now with a gradient. A single part needs one
-    # forward pass.
+    # The others are computed again below, now with a gradient. A lone part is forwarded
+    # only once.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for part in others:
         with torch.no_grad():
@@ -176,14 +177,14 @@ def sample_batch(
 ) -> Rollouts:
     """This rank's share of a step's rollout batch, with rewards and advantages.
 
-    The groups of a run are numbered from its start. This number, the group's place,
-    decides its problem and its noise. So any number of ranks draws the same samples, up
+    The groups of a run are numbered from its start. This number, its place, decides
+    the group's problem and noise. So any number of ranks draws the same samples, up
     to rounding. A collective.
     """
     first = (step - 1) * cfg.prompts_per_step
     places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problems_at(cfg.seed, len(train.prompts), places)
-    # Evaluations have the noise of seed 0, so rollouts begin at that of seed 1.
+    # Evaluations use noise seed 0, so rollouts use others.
     seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
     with log.phase("rollout"):
         rollouts = engine.sample(
