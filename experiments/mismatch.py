@@ -84,7 +84,7 @@ OWN_MEAN, YOKED = "p3o, own mean e_B", "p3o, yoked e_B"
 RAW = "p3o, raw log pi_b"
 # A-3PO's alpha follows from the lag. Where that is 0 or 1, it is GRPO 0.4.
 A3PO = "a3po"
-NEIGHBOURS = "m2po bapo asymre rec opmd sapo".split()
+NEIGHBOURS = ("m2po", "bapo", "asymre", "rec", "opmd", "sapo")
 STATISTICS = (
     "p3o, e_B of responses",
     "p3o, e_B of mean ratios",

@@ -40,7 +40,7 @@ EVERY_RUN: Flags = {
     "rollout_dtype": "float32",
 }
 # Fewer prompts than the recipe has, so that 90 runs end in a few nights.
-OF_THREE: Flags = {"task": "recipes/sums-of-three", "prompts_per_step": 6}
+OF_THREE = {"task": "recipes/sums-of-three", "prompts_per_step": 6}
 GRID = {
     f"{name}, sums of three": LABORATORY[name] | OF_THREE
     for name in ("lag 16", "4 updates", "lag 4", "T = 1.2", "on-policy")
@@ -49,7 +49,7 @@ MISMATCHES = {
     **GRID,
     **LABORATORY,
     "T = 1.2, of the policy too": {"temperature": 1.2, "policy_temperature": 1.2},
-    "T = 1.2, a policy that knows": {"temperature": 1.2},
+    "T = 1.2, a policy that knows": LABORATORY["T = 1.2"],
 }
 # The best of the constants and of the neighbours on the embedded policy.
 CONSTANT, NEIGHBOUR = "p3o, e_B = 0.9", "opmd"

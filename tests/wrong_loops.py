@@ -423,7 +423,8 @@ MISTAKES: dict[str, Mistake] = {
         "if cfg.top_p < 1 or cfg.top_k > 0:",
         "if cfg.top_p < 1:",
         [
-            "test_train.test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set"
+            "test_train."
+            "test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set"
         ],
     ),
     "no bucket for the tokens that are not listed": Mistake(
