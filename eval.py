@@ -6,10 +6,10 @@
 
 pass@k is the probability that at least one of k samples is right (of reward 1). From
 n >= k samples, c of them right, it is estimated without bias by 1 - C(n - c, k) /
-C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{results.json,
-samples.jsonl}. In float32, the default on a CPU, the counts are the same on any number
-of ranks; a bfloat16 engine rounds differently in batches of another size, which flips
-single tokens.
+C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{config.json,
+results.json, samples.jsonl}. In float32, the default on a CPU, the counts are the same
+on any number of ranks; a bfloat16 engine rounds differently in batches of another size,
+which flips single tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ from pydantic import Field
 
 from reward import final_answer, without_thoughts
 from rollout import Engine, noise_seed, prompts_of_rank
-from support.checkpoints import make_folder
+from support.checkpoints import check_free, take_folder
 from support.command import (
     Count,
     Dtype,
@@ -191,8 +191,7 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
     """The model's folder or hub name, and the problems of each task. Raises Refused."""
     if cfg.samples > 1 and cfg.temperature == 0:
         raise Refused(f"samples is {cfg.samples}: greedy samples are all the same")
-    if cfg.out_dir and Path(cfg.out_dir).exists():
-        raise Refused(f"out_dir {cfg.out_dir} exists: choose another")
+    check_free(cfg.out_dir)
     model = folder_of(cfg.model)
     tokenizer, config = check_model(model, cfg.rollout_tp)
     benchmarks = {}
@@ -218,7 +217,7 @@ def main() -> None:
     init_distributed()
     is_first = dist.get_rank() == 0
     if is_first:
-        make_folder(out)
+        take_folder(out, cfg)
     prompts = [prompt for split in benchmarks.values() for prompt in split.prompts]
     engine = Engine(
         model,

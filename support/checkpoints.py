@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from support.command import Refused, Stopped
+from support.command import Flags, Refused, Stopped
 from support.config import MAY_DIFFER, Config
 from support.machine import bfloat16_is_slow
 
@@ -46,11 +46,9 @@ def step_of(checkpoint: Path) -> int:
 
 def check_out_dir(cfg: Config) -> None:
     """Raises Refused where out_dir is taken, or --resume cannot go on there."""
-    out = Path(cfg.out_dir)
     if not cfg.resume:
-        if cfg.out_dir and out.exists():
-            raise Refused(f"out_dir {out} exists: choose another, or --resume")
-        return
+        return check_free(cfg.out_dir)
+    out = Path(cfg.out_dir)
     if not cfg.out_dir or not checkpoints(out):
         raise Refused(f"--resume: out_dir {cfg.out_dir!r} has no complete checkpoint")
     stored = json.loads((out / "config.json").read_text())
@@ -66,8 +64,25 @@ def check_out_dir(cfg: Config) -> None:
             )
 
 
-def config_of(cfg: Config) -> dict[str, Any]:
-    """What config.json holds: the fields of a Config, the number of ranks, and
+def check_free(out_dir: str) -> None:
+    """Raises Refused where there is more than a start that failed early leaves.
+
+    That is an empty folder, or a run's config.json alone.
+    """
+    try:
+        names = os.listdir(out_dir)
+    except OSError:
+        return  # take_folder makes it, or says why it cannot.
+    if names == ["config.json"] and b'"ranks"' in Path(out_dir, *names).read_bytes():
+        return
+    if names:
+        raise Refused(
+            f"out_dir {out_dir} exists: choose another, or --resume (train.py)"
+        )
+
+
+def config_of(cfg: Flags) -> dict[str, Any]:
+    """What config.json holds: the fields of a configuration, the number of ranks, and
     the variables of vLLM, torch and OpenMP, which may change a run."""
     libraries = "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
     return {
@@ -91,11 +106,8 @@ def make_out_dir(cfg: Config) -> Path:
     dist.broadcast_object_list(named)
     cfg.out_dir = named[0]
     out = Path(cfg.out_dir)
-    if dist.get_rank() == 0 and not cfg.resume:
-        make_folder(out)
-        (out / "config.json").write_text(json.dumps(config_of(cfg), indent=1) + "\n")
     if dist.get_rank() == 0:
-        take_folder(out)
+        take_folder(out, cfg)
         is_slow = "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and bfloat16_is_slow()
         note = " (bfloat16 is slow on this CPU)" if is_slow else ""
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
@@ -118,24 +130,26 @@ def make_out_dir(cfg: Config) -> Path:
     return out
 
 
-def make_folder(out: Path) -> None:
-    """Make an out_dir. Raises Refused where that cannot be."""
+def take_folder(out: Path, cfg: Flags) -> None:
+    """Make an out_dir with its config.json, and lock it until this process ends.
+
+    Raises Refused where that cannot be, or where another run has the lock.
+    """
     try:
-        out.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
+        file = os.open(out / "config.json", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"out_dir {out}: another run is at work there") from None
+        except OSError:
+            pass  # Some file systems know no locks.
+        if not checkpoints(out):  # --resume keeps it.
+            # The lock would end with another file that is closed.
+            os.truncate(file, 0)
+            os.write(file, json.dumps(config_of(cfg), indent=1).encode())
     except OSError as error:
         raise Refused(f"out_dir {out} cannot be made: {error.strerror}") from None
-
-
-def take_folder(out: Path) -> None:
-    """Lock a run's folder until this process ends. Raises Refused if another has it."""
-    try:
-        fcntl.lockf(
-            os.open(out / "config.json", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB
-        )
-    except BlockingIOError:
-        raise Refused(f"out_dir {out}: another run is at work there") from None
-    except OSError:
-        pass  # Some file systems know no locks.
 
 
 def save_checkpoint(

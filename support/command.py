@@ -85,9 +85,12 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
 def read_recipe(path: str) -> dict[str, Any]:
     """The fields that a YAML file sets, or a run's config.json. Else raises Refused."""
     try:
-        fields = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        fields = yaml.safe_load(text)
         if not isinstance(fields, dict):
             raise ValueError("write `name: value`, one a line")
+        if len(yaml.compose(text).value) > len(fields):
+            raise ValueError("a name is there twice")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise Refused(
             f"--config {path} is no YAML file of fields: {one_line(error)}"
@@ -100,8 +103,9 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message without its line breaks."""
-    return " ".join(str(error).split())
+    """An error's message without its line breaks, and its kind where it is a word."""
+    text = " ".join(str(error).split())
+    return text if " " in text else repr(error)
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -116,7 +120,7 @@ def run_script(main: Callable[[], None]) -> None:
     status = 0
     try:
         main()
-    except (Refused, Stopped, FloatingPointError) as error:
+    except (Refused, Stopped, FloatingPointError, OSError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -147,8 +147,13 @@ def check_weights(model: str, config: Any) -> None:
     is_quantized = getattr(config, "quantization_config", None)
     if config.model_type not in TRAINABLE or is_quantized:
         return
-    with torch.device("meta"):  # without memory for the weights
-        built = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):  # without memory for the weights
+            built = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # each field has its own
+        raise Refused(
+            f"{model}: its config.json is of no model: {one_line(error)}"
+        ) from None
     wanted = {(name, *weight.shape) for name, weight in built.state_dict().items()}
     found = {(name, *weight.get_shape()) for name, weight in stored.items()}
     embedding_of = built.all_tied_weights_keys  # by the name of the tied head
@@ -184,7 +189,7 @@ def stored_weights(model: str) -> dict[str, Any]:
         for file in files:
             opened = safe_open(file, "pt")
             weights |= {name: opened.get_slice(name) for name in opened.keys()}
-    except (OSError, ValueError, LookupError, SafetensorError) as error:
+    except Exception as error:  # safetensors has kinds of its own
         raise Refused(
             f"{model}: its weights cannot be read: {one_line(error)}: give whole "
             "safetensors (git lfs pull, where they are pointers; save_pretrained makes "

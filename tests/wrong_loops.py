@@ -585,7 +585,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "two runs at work in one folder": Mistake(
         support.checkpoints.make_out_dir,
-        "take_folder(out)",
+        "take_folder(out, cfg)",
         "pass",
         ["test_checkpoints.test_a_folder_in_which_another_run_is_at_work_is_refused"],
     ),
