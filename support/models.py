@@ -67,10 +67,12 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
 def load_config_and_tokenizer(model: str) -> tuple[Any, Any]:
     """Both, by transformers. Raises Refused where there is no such model."""
     folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    is_run = (folder / "metrics.jsonl").exists()  # whose config.json is another
+    if folder.is_dir() and (is_run or not (folder / "config.json").is_file()):
         raise Refused(
-            f"{model} is no model folder, as it has no config.json: an adapter (LoRA) "
-            "is merged into its model first, and --resume takes a run's checkpoints"
+            f"{model} is no model folder, as it has no config.json of a model: an "
+            "adapter (LoRA) is merged into its model first, a run has model/ when it "
+            "has ended, and --resume takes its checkpoints"
         )
     if not folder.is_dir() and model.count("/") != 1:
         raise Refused(
@@ -185,9 +187,13 @@ def stored_weights(model: str) -> dict[str, Any]:
         if index:
             files, _ = get_checkpoint_shard_files(model, index)
         else:
-            files = [cached_file(model, SAFE_WEIGHTS_NAME)]
+            # vLLM reads all that are there.
+            whole = Path(cached_file(model, SAFE_WEIGHTS_NAME))
+            files = whole.parent.glob("*.safetensors")
         for file in files:
             opened = safe_open(file, "pt")
+            if weights.keys() & opened.keys():
+                raise ValueError(f"{file} has some of them again")
             weights |= {name: opened.get_slice(name) for name in opened.keys()}
     except Exception as error:  # safetensors has kinds of its own
         raise Refused(

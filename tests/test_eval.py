@@ -166,6 +166,18 @@ def test_an_out_dir_that_cannot_be_is_refused_before_an_engine_is_built(
         run_here(script, "--out_dir=README.md/run")
 
 
+@pytest.mark.parametrize("script", [train, eval])
+def test_a_start_that_fails_leaves_a_folder_that_the_next_one_takes(
+    script, run_here, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Engine, "__init__", dict)  # which cannot build one
+    for _ in range(2):  # an empty folder, and one with a config.json
+        with pytest.raises(TypeError):
+            run_here(script, f"--out_dir={tmp_path}")
+    (tmp_path / "config.json").write_text("{}")  # of another program
+    assert "exists: choose" in refusal_of(script, f"--out_dir={tmp_path}")
+
+
 def test_the_script_samples_as_its_flags_say(run_here, tmp_path, asked):
     flags = "--limit=2 --samples=3 --temperature=0.7 --top_p=0.9 --seed=4"
     more = "--max_response_tokens=5"

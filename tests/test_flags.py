@@ -148,8 +148,9 @@ def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
         ("", "is no YAML file of fields: write `name: value`, one a line"),
         ("eps:0.4", "is no YAML file of fields: write `name: value`, one a line"),
         ("steps: [\n", "is no YAML file of fields: while parsing"),
+        ("lag: 1\nlag: 2\n", "is no YAML file of fields: a name is there twice"),
     ],
-    ids=["unknown", "wrong", "list", "empty", "no blank", "broken"],
+    ids=["unknown", "wrong", "list", "empty", "no blank", "broken", "twice"],
 )
 def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe):
     assert sentence in refusal(recipe(text))
@@ -198,16 +199,21 @@ def test_ranks_of_another_launcher_than_torchrun_are_told_how_to_start(monkeypat
 
 
 @pytest.mark.slow
-def test_a_cache_that_holds_no_response_is_one_line_though_vllm_finds_it_out():
+@pytest.mark.parametrize(
+    "size, reason", [("0.0001", "No available memory"), ("9999.0", "Available memory")]
+)
+def test_a_cache_of_no_response_or_of_too_much_memory_is_one_line_though_of_vllm(
+    size, reason
+):
     done = subprocess.run(
-        [sys.executable, "eval.py", "--kv_cache_gb=0.0001"],
+        [sys.executable, "eval.py", f"--kv_cache_gb={size}"],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("eval.py: kv_cache_gb is 0.0001: No available memory")
+    assert done.stderr.startswith(f"eval.py: kv_cache_gb is {size}: {reason}")
     assert len(done.stderr.splitlines()) == 1
 
 

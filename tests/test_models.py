@@ -133,6 +133,11 @@ def test_a_tied_head_that_is_stored_twice_and_an_old_buffer_are_taken(folder):
     check_model(str(folder), to_train=True)
 
 
+def test_a_second_file_of_the_same_weights_which_vllm_would_read_is_refused(folder):
+    shutil.copy(folder / FILE, folder / "old.safetensors")
+    assert "has some of them again" in refusal(folder)
+
+
 @pytest.mark.parametrize("script", [train, eval])
 def test_neither_script_starts_with_a_weight_that_is_missing(script, folder):
     weights = load_file(folder / FILE)
@@ -163,6 +168,7 @@ TWELVE = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_heads": 
         ({"final_logit_softcapping": 30.0}, "has a final_logit_softcapping, which"),
         ({"vocab_size": 19}, "{}: its tokenizer has 20 tokens, and the model only 19 "),
         ({"head_dim": 40}, "{} has attention heads of size"),
+        ({"hidden_act": "x"}, "{}: its config.json is of no model: KeyError('x')"),
     ],
 )
 def test_a_model_that_cannot_be_shared_or_trained_is_refused(
@@ -191,7 +197,8 @@ def with_a_pointer_for_a_tokenizer(folder: Path) -> None:
     "damage, sentence",
     [
         (shutil.rmtree, "neither a folder nor a hub's owner/name"),
-        (without_config, "has no config.json: an adapter (LoRA) is merged"),
+        (without_config, "has no config.json of a model: an adapter (LoRA)"),
+        (lambda folder: (folder / "metrics.jsonl").touch(), "a run has model/ when"),
         (with_a_pointer_for_a_tokenizer, "a folder or on the hub: Expecting value"),
     ],
 )

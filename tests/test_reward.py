@@ -18,6 +18,7 @@ from support import judge
 from support.command import Refused, Stopped
 from support.tasks import (
     Split,
+    check_characters,
     encode_prompt,
     load_split,
     load_task,
@@ -770,6 +771,8 @@ def test_a_verifier_may_be_ones_own_and_its_errors_are_a_sentence_with_the_respo
     sentence = "test_reward:of_length fails on the response '123' with the gold answer"
     with pytest.raises(Stopped, match=f"{sentence} '56': it gave .1.5."):
         split.score([0, 1], ["1", "123"])
+    with pytest.raises(Stopped, match="test_reward:boxed fails on the response '7'"):
+        split_of("7", verifier="test_reward:boxed")  # before anything slow
 
 
 GOOD_LINE = '{"prompt": "1+1", "answer": "2"}\n'
@@ -778,7 +781,7 @@ BAD_FILES = [
     (GOOD_LINE + '{"prompt": "1+', "line 2 is no JSON object"),
     ("7\n", "line 1 is no JSON object"),
     (f"[{GOOD_LINE}]", "line 1 is no JSON object, and a task has one a line: "),
-    ("\xff\n", "line 1 is no JSON object.* 'utf-8' codec"),
+    ("\xff\xfe[\0", "line 1 is no JSON object.* 'utf-8' codec"),  # UTF-16
     ('{"prompt": "\\ud83d"}', "line 1 is no JSON object.* surrogates not allowed"),
     # Blank lines count, so that the number is that of an editor.
     (
@@ -927,6 +930,13 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(split_of, caps
 def test_a_character_that_the_tokenizer_cannot_write_is_refused(lost, split_of):
     with pytest.raises(Refused, match=f"cannot write {lost!r} of the task"):
         split_of("1+1", f"1{lost}2")
+
+
+def test_a_tokenizer_that_knows_characters_and_few_words_is_refused():
+    tokenizer = tokenizer_with(None)
+    tokenizer.backend_tokenizer.pre_tokenizer = None
+    with pytest.raises(Refused, match="cannot write '2' of the task, as in '20'"):
+        check_characters(tokenizer, None, [{"prompt": "20", "answer": "2"}])
 
 
 def test_a_chat_template_that_fails_is_refused(split_of):
