@@ -771,8 +771,11 @@ def test_a_verifier_may_be_ones_own_and_its_errors_are_a_sentence_with_the_respo
     sentence = "test_reward:of_length fails on the response '123' with the gold answer"
     with pytest.raises(Stopped, match=f"{sentence} '56': it gave .1.5."):
         split.score([0, 1], ["1", "123"])
+
+
+def test_a_verifier_with_a_fault_is_said_when_its_task_is_loaded(split_of):
     with pytest.raises(Stopped, match="test_reward:boxed fails on the response '7'"):
-        split_of("7", verifier="test_reward:boxed")  # before anything slow
+        split_of("7", verifier="test_reward:boxed")
 
 
 GOOD_LINE = '{"prompt": "1+1", "answer": "2"}\n'
