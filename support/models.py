@@ -155,7 +155,7 @@ def check_weights(model: str, config: Any) -> None:
     try:
         with torch.device("meta"):  # without memory for the weights
             built = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # each field has its own
+    except Exception as error:  # an unknown activation is a KeyError
         raise Refused(
             f"{model}: its config.json is of no model: {one_line(error)}"
         ) from None

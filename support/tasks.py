@@ -118,7 +118,8 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     files a row that it does not accept is refused. In a hub dataset, which is not the
     user's to correct, the row is left out, and counted on stderr.
 
-    Raises Refused, in one sentence, for an unknown task or split or a bad row.
+    Raises Refused, in one sentence, for an unknown task or split or a bad row, and
+    Stopped where a verifier of the user's own fails on the first gold answer.
     """
     task = task_of(name_or_path)
     source = getattr(task, split, None)
@@ -134,7 +135,8 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
         responses = [rf"\boxed{{{gold}}} {gold}" for gold in golds]
         accepted = score_checked(responses, golds, task.verifier)
     else:
-        score_checked(golds[:1], golds[:1], task.verifier)  # It may have faults.
+        # A fault of it shows here, before anything slow.
+        score_checked(golds[:1], golds[:1], task.verifier)
     kept, bad = [], []
     for number, problem, is_accepted in zip(rows, problems, accepted, strict=True):
         gold = problem["answer"]
@@ -189,7 +191,7 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
             rows[number] = {**row}  # TypeError: "is not a mapping"
             # Half of a character, as "\ud83d", is a text for Python alone.
             json.dumps(row, ensure_ascii=False).encode()
-        except Exception as error:  # ValueError, or of too many brackets
+        except Exception as error:  # RecursionError, too, of many brackets
             raise Refused(
                 f"{path}, line {number} is no JSON object, and a task has one a line: "
                 f"{one_line(error)}"
