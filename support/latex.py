@@ -24,7 +24,7 @@ SIGNS = r"""
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# What patterns of REWRITES name. A name may stand in an earlier one.
+# What patterns of REWRITES name. A name may stand in one above it.
 NAMES = {
     # What stands between two = in one line.
     "PART": r"(?:GROUP|\\[a-zA-Z]++~?|\([^()]*\)|[^=,;<>~(){}\\])*",
@@ -47,12 +47,14 @@ NAMES = {
         r"sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|"
         r"(?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))"
     ),
+    # A word. Four letters behind a digit are a product, as in 2abcd.
     "WORD": r"(?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}",
     # A unit behind a number, with the dot or bracket and the power behind it.
     "UNIT": (
         r"\\text\{(?![^{}]*\b(?:NONE)\b)(?:~*[mgshLlAVWJNC]|"
         r"SIGN*[a-zA-Z]SIGN*[a-zA-Z.)])~*(?:POWER)?~*\}\)?(?:POWER)?"
     ),
+    # What stands in a unit, and its powers.
     "SIGN": r"(?:[^{}\d^]|POWER)",
     "POWER": r"\^(?:\{-?\d\}|\d)",
     # Words that make it another number, or are a part of what is said: 18\text{
@@ -62,13 +64,15 @@ NAMES = {
         r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
         r"\w+illions?|dozens?|score|lakhs?|crores?|grand|[kKMB]|half|halves|thirds?|"
         r"quarters?|\w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|"
-        r"sand|lion)ths?|or|not|but|then|plus|minus|times|divided|over|point|squared|"
-        r"cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|[ap]m|"
-        r"even|odd|more|less|fewer|increas\w+|decreas\w+|gain|loss|profit|north|south|"
-        r"east|west|above|below|negative|couple|short|mil|mille|[bm]n|mln|basis|binary|"
+        r"sand|lion)ths?|or|not|but|then|plus|minus|times~\w+|divided|over|point|"
+        r"squared|cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|"
+        r"[ap]m|even|odd|more|less|fewer|increas\w+|decreas\w+|gain|loss|profit|north|"
+        r"south|east|west|above|below|negative|couple|short|mil|mille|[bm]n|mln|"
         r"\w*clockwise|(?:up|down|in|out)wards?|up|down|the~(?:left|right)|max\w*|"
-        r"minimum|AD|BCE?|is|are|if|when"
+        r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when"
     ),
+    # What a parameter is as a rule, and what makes a list: "and" between inequalities
+    # does not, as it is no "or".
     "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
     "AND": r"or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))",
     # Units that may stand behind a number without more ado.
@@ -112,7 +116,7 @@ REWRITES = r"""
 \\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?!x?[a-wyzA-Z]) -> \\\1\2~
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
-# Sunday, 18 dollars, 64 square feet; but 18abcd is a product
+# Sunday, 18 dollars, 64 square feet
 (?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
 # {15\text{ cm}^2}
 ^\{((?:[^{}]|GROUP)*)\}$ -> \1
