@@ -108,9 +108,10 @@ REWRITES = r"""
                                                                     Words
 # \mathrm{cm}, \mbox{cm}, \textbf{6}, {\rm cm}, \rm{cm}
 \\(?:STYLE)~*\{|\{\\(?:rm|it)\b|\\(?:rm|it)~*\{ -> \\text{
+# \mathbf{x^2}, \mathbf{\frac{1}{2}}, \text{\textbf{6}}
+^\\text\{([^{}]*[\\^](?:[^{}]|GROUP)*)\}$ -> \1
 # \text{5 cm}, \text{−5}, \text{1, 2}; 5\text{}; but not \text{m/s^2}
 \\text\{([^{}]*(?<!\^)\d[^{}]*|[^{}a-zA-Z~][^{}a-zA-Z]*)\} -> \1
-^\\text\{([^{}]*\^[^{}]*)\}$ -> \1
 ^\\text\{~*\}|\\text\{~*\}~*(?=\\text|$) ->
 # \text{gcd}(4,6), sqrt(3), pi/2, sinx
 \\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?!x?[a-wyzA-Z]) -> \\\1\2~
@@ -136,8 +137,8 @@ REWRITES = r"""
 # USD 18
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
 # \textbf{(E)}\ 5, (E) 5, C. x = 42, \text{C. Paris}
-^(?:\\text\{~*)?\(([A-Z])\)(?:~*\}|~)(?!.*\([A-Z]\)).* -> \1
-^(?:\\text\{~*)?([A-Z])[.:)]~(?!.*\b[A-Z]\b).* -> \1
+^(?:\\text\{~*)?\(([A-J])\)(?:~*\}|~)(?!.*\([A-Z]\)).* -> \1
+^(?:\\text\{~*)?([A-J])[.:)]~(?!.*\b[A-Z]\b).* -> \1
                                                                     Units
 # 90^\circ, 25^{\circ}\mathrm{C}; but \sin 10^\circ is another number
 \^~*(\{)?~*\\(?:circ|degree)(?![a-z])~*(?(1)\})|\\degree -> °

@@ -227,6 +227,8 @@ x \ne 3 == x \not= 3
 1,2,3,4 == 1 km/h,2 m/s^2,3 sq ft,4 per day
 x^2+x == \mathbf{x^2}+\mathrm{x}
 x^2y == \mathbf{x^2y}
+\frac12 == \mathbf{\frac{1}{2}}
+18 == \text{\textbf{18}}
 0.001+e^{-x} == 10^-3+e^-x
 -\sqrt[3]{2} == \sqrt[3]{-2}
 \frac13,\frac43,\frac{122}{990} == 0.\bar{3},1.\overline3,0.1\overline{23}
