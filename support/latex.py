@@ -71,9 +71,9 @@ NAMES = {
         r"\w*clockwise|(?:up|down|in|out)wards?|up|down|the~(?:left|right)|max\w*|"
         r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when"
     ),
-    # What a parameter is as a rule, and what makes a list: "and" between inequalities
-    # does not, as it is no "or".
+    # The usual range of a parameter, which may be left out.
     "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
+    # These make a list, but "and" between inequalities is no "or".
     "AND": r"or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))",
     # Units that may stand behind a number without more ado.
     "SHORT": (

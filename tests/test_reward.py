@@ -347,6 +347,7 @@ ANOTHER_FORMULA = [
     # no answer
     ("18", "", "?", r"\frac{18"),
 ]
+# More answers that are wrong, as gold != answer.
 OTHERS = r"""
 f'(x) != f(x)
 A'' != A'
