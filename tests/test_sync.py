@@ -8,13 +8,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import KEPT, NONE_COMPLETE, ROOT, add_noise
 
 import train
-from policy import Policy, build_policy, check_sync, full_weights
+from policy import SYNC_LIMITS, Policy, build_policy, check_sync, full_weights
 from rollout import Engine
 from support.command import Stopped
 
@@ -87,6 +89,19 @@ def test_in_float32_an_engine_that_is_one_update_behind_is_refused(
         Stopped, match="nats a token on fresh samples .limit in float32 on a CPU"
     ):
         check_sync(engine, trained, prompts)
+    # Beside a trainer in bfloat16 such a distance is rounding.
+    half = build_policy("tiny", group, dtype="bfloat16")
+    assert check_sync(engine, half, prompts) > SYNC_LIMITS["float32 on a CPU"]
+
+
+def test_all_ranks_stop_where_one_is_further_off(engine, policy, embedded, monkeypatch):
+    def all_reduce(distance: torch.Tensor, op: Any) -> None:
+        assert op == dist.ReduceOp.MAX
+        distance.clamp_(min=0.2)  # on another rank
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with pytest.raises(Stopped, match="differ by 0.2 nats"):
+        check_sync(engine, embedded, [[1]])
 
 
 def test_after_a_check_the_policy_still_hands_out_its_newest_weights(
