@@ -65,6 +65,7 @@ def test_a_sync_is_renewed_as_a_whole_and_old_weights_are_refused(
     engine = build_engine(
         load_format="dummy", dtype="bfloat16", quantization=quantization
     )
+    assert engine.llm.model_config.head_dtype == torch.float32  # as in Policy
     policy = build_policy("tiny", group)
     with pytest.raises(Stopped, match="engine and policy differ by"):
         check_sync(engine, policy, prompts)

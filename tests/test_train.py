@@ -282,9 +282,10 @@ def test_in_bfloat16_weights_and_log_probabilities_stay_float32(stale, trainee, 
         logp, top_logp = half(stale.rollouts)
         expected, _ = trainee(stale.rollouts)
     assert logp.dtype == top_logp.dtype == torch.float32
-    # bfloat16 has 8 bits: 0.4% of an activation.
+    # bfloat16 has 8 bits: 0.4% of an activation. Rounding the embedding alone, with
+    # layers in float32, gives 0.0025.
     error = (logp - expected).abs()[stale.rollouts.mask].mean()
-    assert 1e-5 < error < 0.02
+    assert 0.004 < error < 0.02
 
 
 def test_each_layer_is_gathered_by_itself(trainee):
