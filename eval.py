@@ -219,10 +219,12 @@ def main() -> None:
     is_first = dist.get_rank() == 0
     if is_first:
         make_folder(out)
-    prompts = [prompt for split in benchmarks.values() for prompt in split.prompts]
+    longest_prompt = max(
+        len(prompt) for split in benchmarks.values() for prompt in split.prompts
+    )
     engine = Engine(
         model,
-        max(len(prompt) for prompt in prompts) + cfg.max_response_tokens,
+        longest_prompt + cfg.max_response_tokens,
         tp=cfg.rollout_tp,
         dtype=cfg.dtype,
         kv_cache_gb=cfg.kv_cache_gb,

@@ -114,6 +114,8 @@ def build_policy(
         model, config=config, dtype=torch.float32, trust_remote_code=False
     )
     language_model.config.dtype = stored_dtype  # in which save_model writes them
+    # Where vLLM has prepared the class for its compiler (see Engine.as_current).
+    language_model.base_model.do_not_compile = True
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()
     if mesh.device_type == "cuda":

@@ -174,6 +174,16 @@ class Engine:
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = self.llm.get_tokenizer()
 
+    def as_current(self) -> Any:
+        """A context in which the policy of the same model can be built.
+
+        Models that vLLM has no code of its own for are sampled by transformers'
+        classes, which it prepares for its compiler: they then ask for its config.
+        """
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.llm.llm_engine.vllm_config)
+
     def sample(
         self,
         prompts: list[list[int]],
@@ -204,9 +214,9 @@ class Engine:
         requests = list(zip(prompts, seeds, strict=True))
         dist.all_gather_object(requests_by_rank, requests, tp_group.cpu_group)
         all_requests = [request for rank in requests_by_rank for request in rank]
-        ranks_before = requests_by_rank[: tp_group.rank_in_group]
-        first = sum(len(requests) for requests in ranks_before)
-        own = range(first, first + len(prompts))  # of all_requests, this rank's
+        # This rank's own come behind those of the ranks before it.
+        first = sum(map(len, requests_by_rank[: tp_group.rank_in_group]))
+        own = range(first, first + len(prompts))
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
             [
@@ -235,11 +245,11 @@ class Engine:
         ]
         responses = [response for output in outputs for response in output.outputs]
         listed_tokens, listed_logp = [], []
+        # At each position vLLM lists the sampled token, and then the K likeliest.
+        shape = -1, 1 + self.top_logprobs
         for response in responses:
-            # At each position vLLM lists the sampled token, and then the K likeliest.
-            # numpy reads a list faster than torch does.
-            shape = (len(response.token_ids), 1 + self.top_logprobs)
             listed = response.logprobs
+            # numpy reads a list faster than torch does.
             token_ids = np.array(listed.token_ids, dtype=np.int64)
             listed_tokens.append(torch.from_numpy(token_ids.reshape(shape)))
             logp = np.array(listed.logprobs, dtype=np.float32)

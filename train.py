@@ -246,13 +246,14 @@ class PreparedRun:
         self.out = make_out_dir(cfg)
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
         self.engine.sleep()  # The policy is built in the memory that this lends out.
-        self.policy = build_policy(
-            cfg.model,
-            mesh,
-            cfg.dtype,
-            cfg.policy_temperature,
-            cfg.gradient_checkpointing,
-        )
+        with self.engine.as_current():
+            self.policy = build_policy(
+                cfg.model,
+                mesh,
+                cfg.dtype,
+                cfg.policy_temperature,
+                cfg.gradient_checkpointing,
+            )
         self.optimizer = AdamW(
             self.policy.parameters(),
             lr=cfg.learning_rate,
@@ -295,8 +296,8 @@ def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
         drop_long=cfg.max_prompt_tokens > 0,
     )
     train, heldout = load("train"), load("heldout", limit=cfg.eval_problems)
-    longest_prompt = max(len(prompt) for prompt in train.prompts + heldout.prompts)
-    return tokenizer, train, heldout, longest_prompt + cfg.max_response_tokens
+    prompts = train.prompts + heldout.prompts
+    return tokenizer, train, heldout, max(map(len, prompts)) + cfg.max_response_tokens
 
 
 def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
@@ -335,15 +336,15 @@ def save_and_evaluate(step: int, run: PreparedRun, cfg: Config) -> dict[str, flo
     evaluation may fail. A resumed run begins with this, for the step of its checkpoint.
     A collective.
     """
+    policy = run.policy
     if step == cfg.steps:
-        weights, folder = full_weights(run.policy), run.out / "model"
-        save_model(run.policy.model, weights, run.tokenizer, folder)
+        save_model(policy.model, full_weights(policy), run.tokenizer, run.out / "model")
     if step > 0 and not is_due(cfg.eval_every, step, cfg):
         return {}
     if cfg.rollout_quantization != "none":
         # The evaluator is a second engine, which the sync has not reached.
-        run.evaluator.load_weights(full_weights(run.policy), version=str(step))
-        check_sync(run.evaluator, run.policy, run.heldout.prompts)
+        run.evaluator.load_weights(full_weights(policy), version=str(step))
+        check_sync(run.evaluator, policy, run.heldout.prompts)
     return heldout_accuracy(
         run.evaluator, run.heldout, cfg.policy_temperature, cfg.max_response_tokens
     )

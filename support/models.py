@@ -22,6 +22,9 @@ from support.command import Refused, one_line
 TRAINABLE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "glm4"),
     *("stablelm", "nemotron", "exaone4", "ernie4_5"),
+    # Of these vLLM has no code of its own (see rollout.Engine.as_current).
+    *("smollm3", "olmo", "olmo2", "olmo3", "glm", "starcoder2", "seed_oss"),
+    *("ministral", "hunyuan_v1_dense", "arcee", "helium"),
 )
 # What policy.py does not know: quantized weights, and what multiplies or bends the
 # logits behind the head.

@@ -50,8 +50,11 @@ def test_every_planned_run_has_flags_that_train_py_takes():
         for cell in PARTS["grid"]
         if cell.objective == "p3o"
     }
-    # One seed of each: a seed changes one number of the command.
-    for cell in {cell._replace(seed=2) for cell in sum(PARTS.values(), [])}:
+    # One run of each objective and of each kind of data: their flags are put together.
+    cells = sum(PARTS.values(), [])
+    of_each = {cell.objective: cell for cell in cells}
+    of_each |= {cell.mismatch: cell for cell in cells}
+    for cell in of_each.values():
         script, *flags = command_of(cell, p3o_runs, ROOT / "runs/test")
         assert (ROOT / script).exists()
         cfg = config_of(flags)

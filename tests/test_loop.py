@@ -417,9 +417,9 @@ def test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8(monke
 
 
 SHORT = [
-    *("--prompts_per_step=16", "--learning_rate=4e-4", "--warmup_updates=2"),
-    # 63 problems cannot be shared out equally.
-    *("--eval_every=0", "--eval_problems=63"),
+    *("--prompts_per_step=16", "--learning_rate=8e-4", "--warmup_updates=2"),
+    # 31 problems cannot be shared out equally.
+    *("--eval_every=0", "--eval_problems=31"),
     # In bfloat16 a batch of another size rounds otherwise, which flips single samples.
     "--rollout_dtype=float32",
     "--max_response_tokens=64",
@@ -430,17 +430,17 @@ SHORT = [
 def run(tmp_path_factory) -> SimpleNamespace:
     """A short training run on two ranks: its folder, metrics and what it printed."""
     out = tmp_path_factory.mktemp("runs") / "short"
-    printed = torchrun(2, "train.py", *SHORT, "--steps=4", f"--out_dir={out}")
+    printed = torchrun(2, "train.py", *SHORT, "--steps=2", f"--out_dir={out}")
     return SimpleNamespace(out=out, metrics=read_metrics(out), printed=printed)
 
 
 def test_a_short_run_raises_sampled_and_greedy_held_out_accuracy(run):
     before, after = run.metrics[0], run.metrics[-1]
     for name in "heldout_greedy", "heldout_pass@1":
-        # From about 0.2 and 0.45 to 0.9 and 0.75.
+        # From about 0.25 and 0.4 to 1.0 and 0.8.
         assert after[name] > before[name] + 0.15
         # --eval_every=0: before step 1 and after the last one.
-        assert [row["step"] for row in run.metrics if name in row] == [0, 4]
+        assert [row["step"] for row in run.metrics if name in row] == [0, 2]
 
 
 def test_two_ranks_do_what_one_rank_does(run, train_here):
@@ -452,13 +452,13 @@ def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run
     printed = run.printed[run.printed.index(f"{run.out}: trains in float32") :]
     lines = [line for line in printed.splitlines() if line.strip()]
     steps = [int(line.split()[1]) for line in lines if line.startswith("step")]
-    assert steps == list(range(5))  # 0 is before training
+    assert steps == [0, 1, 2]  # 0 is before training
     # The others: where it writes, what the columns are, a head, two accuracies, four
     # phases and all of it, its files.
-    assert len(lines) == 2 + 5 + 1 + 2 + 5 + 1, printed
+    assert len(lines) == 2 + 3 + 1 + 2 + 5 + 1, printed
     before, last = run.metrics[0], run.metrics[-1]
-    assert f"  e_B {last['ess']:.4f}  KL {last['kl']:.1e}  " in lines[6]
-    assert re.search(r" \d+\.\d s  0 s left  held-out pass@1 ", lines[6])
+    assert f"  e_B {last['ess']:.4f}  KL {last['kl']:.1e}  " in lines[4]
+    assert re.search(r" \d+\.\d s  0 s left  held-out pass@1 ", lines[4])
     for name, title in ("pass@1", "sampled"), ("greedy", "greedy "):
         values = before[f"heldout_{name}"], last[f"heldout_{name}"]
         assert "held-out pass@1, {}{:8.3f}{:8.3f}".format(title, *values) in lines
@@ -473,7 +473,7 @@ def test_a_run_leaves_the_files_that_it_promises(run):
     assert config.pop("ranks") == 2
     assert config.pop("environment")["OMP_NUM_THREADS"] == "1"  # of torchrun
     assert config == Config(**config).model_dump()
-    assert (config["steps"], config["objective"], config["seed"]) == (4, "p3o", 0)
+    assert (config["steps"], config["objective"], config["seed"]) == (2, "p3o", 0)
     assert (run.out / "curves.png").stat().st_size > 10_000
     for row in run.metrics[1:]:
         assert row["weight_version"] == str(row["step"] - 1)
@@ -492,9 +492,9 @@ def test_eval_and_train_take_a_runs_folder_for_their_model(run):
 
 def test_a_sample_has_the_whole_prompt_that_was_sent_and_its_responses_reward(run):
     samples = [json.loads(line) for line in open(run.out / "samples.jsonl")]
-    assert [sample["step"] for sample in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [sample["step"] for sample in samples] == [1, 1, 2, 2]
     problems = load_task("tiny", "train")
-    for step in 1, 2, 3, 4:
+    for step in 1, 2:
         # The first two prompts of rank 0, at 16 prompts a step on two ranks.
         first = (step - 1) * 16
         indices = problems_at(0, len(problems), [first, first + 2])

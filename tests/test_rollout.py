@@ -227,18 +227,22 @@ def random_model(model_type: str, folder: Path) -> str:
     [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
 )
 def test_of_each_type_transformers_policy_and_engine_agree_before_and_after_an_update(
-    model_type, build_engine, group, prompts, tmp_path
+    model_type, train_here, build_engine, group, prompts, tmp_path
 ):
-    folder = random_model(model_type, tmp_path)
-    policy = build_policy(folder, group)
+    folder = random_model(model_type, tmp_path / "model")
+    few = ["--prompts_per_step=2", "--group_size=2", NONE_COMPLETE]
+    rows = train_here(f"--model={folder}", "--steps=2", *few)
+    assert rows[2]["mismatch_mean"] < AGREE
     engine = build_engine(folder, load_format="dummy", top_logprobs=3)
+    with engine.as_current():
+        policy = build_policy(folder, group)
+        model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
     for version in "0", "1":
         engine.load_weights(full_weights(policy), version=version)
         rollouts = sample(engine, prompts[:4])
         assert rollouts.weight_version == version
         logp, top_logp = policy(rollouts)
-        model = AutoModelForCausalLM.from_pretrained(folder)
         model.load_state_dict(dict(full_weights(policy)))
         log_pi = logits_of(model, rollouts).log_softmax(dim=-1)
         expected = log_pi.gather(1, sampled_tokens(rollouts))[:, 0]
@@ -249,15 +253,6 @@ def test_of_each_type_transformers_policy_and_engine_agree_before_and_after_an_u
         logp.sum().backward()
         optimizer.step()
         assert (policy(rollouts)[0] - logp).abs().max() > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", TRAINABLE)
-def test_a_run_of_two_steps_with_each_type_ends(model_type, train_here, tmp_path):
-    folder = random_model(model_type, tmp_path / "model")
-    few = ["--prompts_per_step=2", "--group_size=2", NONE_COMPLETE]
-    rows = train_here(f"--model={folder}", "--steps=2", *few)
-    assert rows[2]["mismatch_mean"] < AGREE
 
 
 def test_no_dropout_of_a_models_config_acts(engine, group, prompts, tmp_path):

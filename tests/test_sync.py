@@ -154,8 +154,8 @@ def test_a_run_whose_engine_keeps_its_weights_without_a_word_stops(
     with monkeypatch.context() as patch, pytest.raises(Stopped, match=sentence):
         patch.setattr(Engine, "load_weights", forgetful)
         train_here(
-            *("--steps=9", "--prompts_per_step=4", "--minibatches=4"),
-            *("--learning_rate=1e-3", *setting),
+            *("--steps=9", "--prompts_per_step=4", "--group_size=4"),
+            *("--minibatches=4", "--learning_rate=1e-3", *setting),
         )
 
 

@@ -68,9 +68,8 @@ def test_called_in_the_same_way_the_tests_pass_without_a_mistake():
         call(getattr(test_loss, test), loss=load_module(LOSS))
 
 
-def test_a_file_with_the_five_functions_is_a_complete_submission(
-    tmp_path,
-):
+@pytest.mark.slow
+def test_a_file_with_the_five_functions_is_a_complete_submission(tmp_path):
     file = tmp_path / "submission.py"
     file.write_text(f"from loss import {', '.join(FUNCTIONS)}")
     ended = subprocess.run(

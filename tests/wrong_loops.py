@@ -404,7 +404,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an evaluator without the newest weights": Mistake(
         train.save_and_evaluate,
-        "run.evaluator.load_weights(full_weights(run.policy), version=str(step))",
+        "run.evaluator.load_weights(full_weights(policy), version=str(step))",
         "if step == 0:\n"
         "            run.evaluator.load_weights(full_weights(run.policy), version='0')",
         [
@@ -414,7 +414,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the sync of the evaluator unchecked": Mistake(
         train.save_and_evaluate,
-        "check_sync(run.evaluator, run.policy, run.heldout.prompts)",
+        "check_sync(run.evaluator, policy, run.heldout.prompts)",
         "pass",
         ["test_sync.test_a_run_whose_evaluator_keeps_its_weights_stops"],
     ),
