@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from conftest import KEPT, NONE_COMPLETE, ROOT, add_noise
 
 import train
-from policy import SYNC_LIMITS, Policy, build_policy, check_sync, full_weights
+from policy import Policy, build_policy, check_sync, full_weights
 from rollout import Engine
 from support.command import Stopped
 
@@ -90,13 +89,13 @@ def test_in_float32_an_engine_that_is_one_update_behind_is_refused(
         Stopped, match="nats a token on fresh samples .limit in float32 on a CPU"
     ):
         check_sync(engine, trained, prompts)
-    # Beside a trainer in bfloat16 such a distance is rounding.
-    half = build_policy("tiny", group, dtype="bfloat16")
-    assert check_sync(engine, half, prompts) > SYNC_LIMITS["float32 on a CPU"]
+    # Beside a trainer in bfloat16 more than that limit, 1e-4, is rounding.
+    half = build_policy("tiny", group, "bfloat16")
+    assert check_sync(engine, half, prompts) > 1e-4
 
 
 def test_all_ranks_stop_where_one_is_further_off(engine, policy, embedded, monkeypatch):
-    def all_reduce(distance: torch.Tensor, op: Any) -> None:
+    def all_reduce(distance, op):
         assert op == dist.ReduceOp.MAX
         distance.clamp_(min=0.2)  # on another rank
 

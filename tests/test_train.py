@@ -290,8 +290,8 @@ def test_in_bfloat16_weights_and_log_probabilities_stay_float32(stale, trainee, 
 
 def test_each_layer_is_gathered_by_itself(trainee):
     # All at once would be the whole model on each rank.
-    layers = trainee.model.base_model.layers
-    assert all(isinstance(layer, FSDPModule) for layer in layers)
+    for layer in trainee.model.base_model.layers:
+        assert isinstance(layer, FSDPModule)
 
 
 # Numbers that are not finite
