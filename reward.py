@@ -31,7 +31,9 @@ THOUGHT = re.compile(
     r"(?:think(?:ing)?|thoughts?|reasoning)\|?[>▷])|\[/?THINK\]"
 )
 # <|im_end|>, <｜end▁of▁sentence｜>, </s>: where a response is decoded with them.
-SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn)>")
+SPECIAL_TOKEN = re.compile(
+    r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn|answer)>"
+)
 
 
 def last_thought_tag(text: str) -> re.Match | None:

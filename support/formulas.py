@@ -38,8 +38,8 @@ class Reader(_Latex2Sympy):
     def convert_postfix_list(self, factors: list[Any], _: int = 0) -> Any:
         r"""What stands side by side is multiplied. Only 2\frac{3}{4} is a sum.
 
-        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}. In 2^{3}5 the
-        brace ends the power.
+        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}, and for what
+        begins with a point, as in 10^{3}.5. In 2^{3}5 the brace ends the power.
         """
         texts = [factor.getText() for factor in factors]
         values = [self.convert_postfix(factor) for factor in factors]
@@ -47,7 +47,7 @@ class Reader(_Latex2Sympy):
             values[:2] = [sum(values[:2])]
         for left, right in itertools.pairwise(texts):
             ends_in_digit = re.search(r"\d\}*$", left) and not POWER.search(left)
-            if ends_in_digit and re.match(r"\{*[\d.]", right):
+            if re.match(r"\{*[\d.]" if ends_in_digit else r"\{*\.", right):
                 raise ValueError("a number beside a number")
         return functools.reduce(operator.mul, values)
 

@@ -20,11 +20,14 @@ SIGNS = r"""
 ∅ \emptyset~ ≤ \le~ ≥ \ge~ ≠ \ne~ π \pi~ ℝ \mathbb{R} ∛ \sqrt[3]~ º ° ⁰ ^{0} ¹ ^{1}
 ² ^{2} ³ ^{3} ⁴ ^{4} ⁵ ^{5} ⁶ ^{6} ⁷ ^{7} ⁸ ^{8} ⁹ ^{9} ⁻ ^{-} ½ \frac{1}{2}
 ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~
+⁄ / ∕ / ％ % ₹ ~ “ ~ ” ~ 。 . ✅ ~ ′ '
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# What patterns of REWRITES name. A name may stand in a later one.
+# What patterns of REWRITES name. A name may stand in one above it.
 NAMES = {
+    # What stands between two = in one line.
+    "PART": r"(?:GROUP|\\[a-zA-Z]++~?|\([^()]*\)|[^=,;<>~(){}\\])*",
     # What is in braces, three deep, and what LaTeX takes where there are none.
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
     "ARGUMENT": r"(\\[a-zA-Z]+|[^\\{}~])",
@@ -33,7 +36,7 @@ NAMES = {
     # Commands that change the looks alone, and those that set words.
     "LOOKS": (
         r"left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|fbox|boxed|"
-        r"bf|(?:text)?color\{\w*\}"
+        r"bf|angle|(?:text)?color\{\w*\}"
     ),
     "STYLE": (
         r"text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|"
@@ -44,12 +47,16 @@ NAMES = {
         r"sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|"
         r"(?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))"
     ),
-    "WORD": r"(?=\w*[aeiouy])[a-zA-Z]{4,}",
+    # A word. Four letters behind a digit are a product, as in 2abcd.
+    "WORD": r"(?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}",
     # A unit behind a number, with the dot or bracket and the power behind it.
     "UNIT": (
         r"\\text\{(?![^{}]*\b(?:NONE)\b)(?:~*[mgshLlAVWJNC]|"
-        r"[^{}\d]*[a-zA-Z][^{}\d]*[a-zA-Z.)])~*\}\)?(?:\^(?:\{-?\d\}|\d))?"
+        r"SIGN*[a-zA-Z]SIGN*[a-zA-Z.)])~*(?:POWER)?~*\}\)?(?:POWER)?"
     ),
+    # What stands in a unit, and its powers.
+    "SIGN": r"(?:[^{}\d^]|POWER)",
+    "POWER": r"\^(?:\{-?\d\}|\d)",
     # Words that make it another number, or are a part of what is said: 18\text{
     # million} is not 18, and an increase is no decrease.
     "NONE": (
@@ -57,13 +64,22 @@ NAMES = {
         r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
         r"\w+illions?|dozens?|score|lakhs?|crores?|grand|[kKMB]|half|halves|thirds?|"
         r"quarters?|\w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|"
-        r"sand|lion)ths?|or|not|but|then|plus|minus|times|divided|over|point|squared|"
-        r"cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|[ap]m|"
-        r"even|odd|more|less|fewer|increased?|decreased?|gain|loss|profit|north|south|"
-        r"east|west|above|below|negative|couple"
+        r"sand|lion)ths?|or|not|but|then|plus|minus|times~\w+|divided|over|point|"
+        r"squared|cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|"
+        r"[ap]m|even|odd|more|less|fewer|increas\w+|decreas\w+|gain|loss|profit|north|"
+        r"south|east|west|above|below|negative|couple|short|mil|mille|[bm]n|mln|"
+        r"\w*clockwise|(?:up|down|in|out)wards?|up|down|the~(?:left|right)|max\w*|"
+        r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when"
     ),
+    # The usual range of a parameter, which may be left out.
+    "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
+    # These make a list, but "and" between inequalities is no "or".
+    "AND": r"or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))",
     # Units that may stand behind a number without more ado.
-    "SHORT": r"[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD",
+    "SHORT": (
+        r"[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD|km/hr?|m/s|sq~ft|"
+        r"per~day"
+    ),
 }
 
 REWRITES = r"""
@@ -75,7 +91,7 @@ REWRITES = r"""
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
 # 1{,}234, 10,\!000, 1\,234, 1 234, 1'234
-(?<=\d)\s*(?:COMMA|\\[, ]|['~ ])(?:\\!|\s)*(?=\d{3}(?!\d)) ->
+(?<=\d)\s*(?:COMMA|\\[,;: ]|['~ ])(?:\\!|\s)*(?=\d{3}(?!\d)) ->
 # {-}5, 4{:}30
 \{([-:+=])\} -> \1
 # 15\,\text{cm}, x=3,\; x=5
@@ -92,11 +108,13 @@ REWRITES = r"""
                                                                     Words
 # \mathrm{cm}, \mbox{cm}, \textbf{6}, {\rm cm}, \rm{cm}
 \\(?:STYLE)~*\{|\{\\(?:rm|it)\b|\\(?:rm|it)~*\{ -> \\text{
-# \text{5 cm}, \text{−5}, \text{1, 2}; 5\text{}
-\\text\{([^{}]*\d[^{}]*|[^{}a-zA-Z~][^{}a-zA-Z]*)\} -> \1
+# \mathbf{x^2}, \mathbf{\frac{1}{2}}, \text{\textbf{6}}
+^\\text\{([^{}]*[\\^](?:[^{}]|GROUP)*)\}$ -> \1
+# \text{5 cm}, \text{−5}, \text{1, 2}; 5\text{}; but not \text{m/s^2}
+\\text\{([^{}]*(?<!\^)\d[^{}]*|[^{}a-zA-Z~][^{}a-zA-Z]*)\} -> \1
 ^\\text\{~*\}|\\text\{~*\}~*(?=\\text|$) ->
-# \text{gcd}(4,6), sqrt(3), pi/2
-\\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?![a-zA-Z]) -> \\\1\2~
+# \text{gcd}(4,6), sqrt(3), pi/2, sinx
+\\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?!x?[a-wyzA-Z]) -> \\\1\2~
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # Sunday, 18 dollars, 64 square feet
@@ -105,21 +123,22 @@ REWRITES = r"""
 ^\{((?:[^{}]|GROUP)*)\}$ -> \1
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
-# 5\text{ or }6, 2 and 3, 2 \& 3
-,?~*(?:\\text\{~*,?~*(?:and|or)~*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|\\&)~* -> ,~
+# 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is no list
+,?~*(?:\\text\{~*,?~*(?:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
 # _4C_2, {}^4C_2, C(4,2)
 (?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*C_\{?(\d+)\}? -> \\binom{\1}{\2}
 (?<![\w\\])C\((\d+),~*(\d+)\) -> \\binom{\1}{\2}
 # "5", 72,
 ^(?:[~*`"_#:]|=>?)+|[~*`"_.,;:\\]+$ ->
 # f(x)=x\text{ for all }x, x=k\pi, k\in\mathbb{Z}
-[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|,[a-z~]*\\in~*\\mathbb)[^,]* ->
-# \text{Answer}: 5, the answer is 5
-^\\text\{(?![^{}]*\bno)[^{}]*\b(?i:answer|total|only|therefore|is)[~:=,]*\}[~:=,]* ->
+[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|REAL)(?![^,{]*[<>])[^,]* ->
+# \text{Answer}: 5, the answer is 5; but not \text{I and III only}
+^\\text\{(?![^}]*\bno)[^}]*\b(?i:answer|total|only|therefore|is)[~:=,]*\}[~:=,]*(?=.) ->
 # USD 18
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
-# \textbf{(E)}\ 5, C. x = 42
-^\\text\{~*\(([A-Z])\)~*\}(?!.*\([A-Z]\)).*|^([A-Z])[.:]~(?!.*\b[A-Z]\b).* -> \1\2
+# \textbf{(E)}\ 5, (E) 5, C. x = 42, \text{C. Paris}
+^(?:\\text\{~*)?\(([A-J])\)(?:~*\}|~)(?!.*\([A-Z]\)).* -> \1
+^(?:\\text\{~*)?([A-J])[.:)]~(?!.*\b[A-Z]\b).* -> \1
                                                                     Units
 # 90^\circ, 25^{\circ}\mathrm{C}; but \sin 10^\circ is another number
 \^~*(\{)?~*\\(?:circ|degree)(?![a-z])~*(?(1)\})|\\degree -> °
@@ -128,7 +147,9 @@ REWRITES = r"""
 °(?!~*\d) ->
 # 5:30\text{ p.m.}, 5:30 p.m.
 ~*(?:\\text\{~*)?(?<!\\)\b([ap])\.~?m\b\.?~*\}? -> \\text{\1m}
-# 5\text{ cm}^2, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples), 2\text{ min}
+# 15\frac{\text{m}}{\text{s}}
+(?<=\d)~*\\d?frac\{~*(UNIT)~*\}\{~*(UNIT)~*\} -> \1/\2
+# 5\text{ cm}^2, 9\text{ m/s^2}, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
 (?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*UNIT~*)+(?=,|$) ->
 # 15cm, 12\pi cm^2
 (?:(?<=\d)|(?<=\\pi))~*(?:SHORT)(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
@@ -136,19 +157,21 @@ REWRITES = r"""
 # x_{\text{max}}, x_\text{max}, m_{\max}, L_\odot, x_1
 _~*(\{)?~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+))~*(?(1)\}) -> _{\2\3}
 _~*(\w) -> _{\1}
-# \text{B.}, \text{(C)}, \mathrm{e}; odd, No, ABC; \text{Odd.}
-\\text\{~*\(?([a-zA-Z])\)?\.?~*\} -> \1
+# \text{B.}, \text{(C)}, \mathrm{e}, \mathbf{x^2}; odd, No, ABC; \text{Odd.}
+\\text\{~*\(?([a-zA-Z](?:POWER)?)\)?\.?~*\} -> \1
 ^([A-Z]{2,}|[Nn]o|(?=\w*[eiou])[a-zA-Z]{3})$ -> \\text{\1}
 \\text\{~*([^{}]*?)[~.]*\} -> \\text{\1}
 # \text{all real numbers}, \varnothing, \varepsilon, x \not= 3
-\\text\{[aA]ll~real~numbers\} -> \\mathbb{R}
+\\text\{[aA]ll~real(?:s|~numbers)\} -> \\mathbb{R}
 \\varnothing -> \\emptyset
 \\varepsilon -> \\epsilon
 \\not~*= -> \\ne~
 # I_1, e_1, which are no constants; \hbar
 ((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
 \\hbar(?![a-z]) -> h_{bar}
-# f', and A^T, which is no power
+# f', y^{\prime\prime}, and A^T, which is no power
+\\prime~* -> '
+\^\{?('+)\}? -> \1
 (?<=[a-zA-Z])' -> _{prime}
 \^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
 # 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
@@ -168,11 +191,17 @@ _~*(\w) -> _{\1}
 \\(frac|binom)~*(GROUP)~*ARGUMENT -> \\\1\2{\3}
 \\sqrt~*(\[[^\]]*\])?~*(\\frac(?:GROUP){2}|(?![(\[])ARGUMENT) -> \\sqrt\1{\2}
 (\\sqrt|\^)~*\(([^()]*)\) -> \1{\2}
+# 10^-3, e^-x
+\^(-\d+|-[a-z]) -> ^{\1}
+# \sqrt[3]{-2} is real
+\\sqrt(\[\d*[13579]\])\{-(\w+)\} -> (-\\sqrt\1{\2})
 # x^\frac12
 \^~*(\\frac(?:GROUP){2}) -> ^{\1}
-# 0.\overline{3}, 0.1\overline{6}, 0.\overline{12}, 0.\overline{142857}
+# 0.\bar{3}, 0.\overline{3}, 0.1\overline{6}, 0.\overline{12}, 0.\overline{142857}
+(?<=[.\d])\\(?:bar|overline)~*(?:\{(\d+)\}|(\d)) -> \\overline{\1\2}
 (\d*)\.\\overline\{(\d)\} -> (0\1+\\frac{\2}{9})
 (\d*\.\d)\\overline\{(\d)\} -> (\1+\\frac{\2}{90})
+(\d*\.\d)\\overline\{(\d\d)\} -> (\1+\\frac{\2}{990})
 (\d*)\.\\overline\{(\d\d)\} -> (0\1+\\frac{\2}{99})
 (\d*)\.\\overline\{(\d{3})\} -> (0\1+\\frac{\2}{999})
 (\d*)\.\\overline\{(\d{6})\} -> (0\1+\\frac{\2}{999999})
@@ -180,10 +209,15 @@ _~*(\w) -> _{\1}
 # x + 1 is x+1, but 1 2 is not 12, and 32, 349 not 32,349
 ~~+ -> ~
 (?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
-# \{x | x > 2\}, x = 1, 2, k = 1,234, x = 1+2 = 3
-\\\{~*[a-z]~*(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
+# 0,100 is a list, and 1,000\pi is a number
+(?<![\d,.])0,(?=\d{3}(?!\d)) -> 0,~
+(?<![\d,.])([1-9]\d?\d?),(?=0\d\d(?![\d,])) -> \1
+# \mathbb{R}-\{3\}
+(?<=\\mathbb\{R\})(?:-|\\backslash)(?=\\\{) -> \\setminus
+# \{x | x > 2\}, \{x\in\mathbb{R} : x > 2\}, x = 1, 2, k = 1,234, x = 1+2 = 3
+\\\{~*[a-z]~*(?:\\in~*\\mathbb\{R\})?(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
 ^[a-zA-Z]~*=(?=[^=]*(?:,|\\pm)[^=]*$) ->
-^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))([^=,;<>]*=)[^,;<>]*= -> \1
+^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))(PART=)(?!\d*[a-zA-Z]=)(?:PART=)+ -> \1
 # +5, 5\text{ cm},
 ^\+|[~.,;:\\]+$ ->
 """

@@ -166,8 +166,8 @@ def build_engine(group):
 
 @pytest.fixture(scope="session")
 def engine(build_engine):
-    """An engine that gives pi_b of its 20 likeliest tokens: tiny has no others."""
-    return build_engine(top_logprobs=20)
+    """An engine that gives pi_b of all tokens: tiny has 20."""
+    return build_engine(top_logprobs=99)
 
 
 @pytest.fixture

@@ -49,18 +49,20 @@ def test_runs_of_different_seeds_have_the_problems_in_different_orders():
 
 @pytest.fixture
 def sums(tmp_path) -> str:
-    """A file of two problems, with a verifier and an instruction of its own."""
+    """Two problems, and a longer one held out: with a verifier and an instruction."""
     rows = '{"prompt": "1+2", "answer": "3"}\n{"prompt": "10+2", "answer": "12"}\n'
-    (tmp_path / "task.jsonl").write_text(rows)
+    (tmp_path / "train.jsonl").write_text(rows)
+    (tmp_path / "heldout.jsonl").write_text(rows.replace("10+2", "100+20"))
     settings = '{"verifier": "gsm8k", "instruction": "0123"}'
     (tmp_path / "task.json").write_text(settings)
-    return str(tmp_path / "task.jsonl")
+    return str(tmp_path)
 
 
 def test_longer_prompts_are_dropped_if_a_limit_is_given_and_refused_otherwise(sums):
     _, trained, heldout, _ = load_data(Config(task=sums, eval_problems=1))
     assert (len(trained.prompts), len(heldout.prompts)) == (2, 1)
-    limit = len(trained.prompts[0])  # the other one has a digit more
+    limit = len(trained.prompts[0])  # The other has a digit more, and one held out 3.
+    assert load_data(Config(task=sums))[-1] == limit + 3 + 64  # max_response_tokens
     _, kept, _, _ = load_data(Config(task=sums, max_prompt_tokens=limit))
     assert kept.prompts == trained.prompts[:1]
     # The context of tiny has 128 tokens.
@@ -477,6 +479,7 @@ def test_a_run_leaves_the_files_that_it_promises(run):
         assert row["weight_version"] == str(row["step"] - 1)
         assert min(row[f"{phase}_seconds"] for phase in PHASES) > 0
         assert row["peak_memory_gb"] > 0
+    assert not (run.out / "checkpoints").exists()  # without --save_every
 
 
 def test_eval_and_train_take_a_runs_folder_for_their_model(run):

@@ -176,7 +176,7 @@ def test_a_model_that_cannot_be_shared_or_trained_is_refused(
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     set_config(folder, **TWELVE | config)
-    refused = refusal(folder, tp=3, to_train=True)
+    refused = refusal_of(train, f"--model={folder}", "--rollout_tp=3")
     assert sentence.format(folder) in refused
 
 

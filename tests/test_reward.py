@@ -223,6 +223,30 @@ x \ne 3 == x \not= 3
 \frac{a}{b+1} == {a \over b+1}
 2f'(x)=y == y=f'(x)+f'(x)
 15 == {15\text{ cm}^2}
+9.8,15 == 9.8\,\mathrm{m/s^2},15\text{ cm²}
+4,5 == 4\frac{\text{m}}{\text{s}},5\,\dfrac{\mathrm{m}}{\mathrm{s}^2}
+1,2,3,4 == 1 km/h,2 m/s^2,3 sq ft,4 per day
+x^2+x == \mathbf{x^2}+\mathrm{x}
+x^2y == \mathbf{x^2y}
+\frac12 == \mathbf{\frac{1}{2}}
+18 == \text{\textbf{18}}
+0.001+e^{-x} == 10^-3+e^-x
+-\sqrt[3]{2} == \sqrt[3]{-2}
+\frac13,\frac43,\frac{122}{990} == 0.\bar{3},1.\overline3,0.1\overline{23}
+100,0 == 0,100
+1000\pi == 1,000\pi
+12345 == 12\;345
+\frac12,18,19 == 1⁄2,“18”,19％
+2\sin x == 2sinx
+B == (B) 5
+B == B) 5
+B == \text{B. Paris}
+\text{I only} == \text{I only.}
+x\ne3 == \mathbb{R}-\{3\}
+x>2 == \{x\in\mathbb{R} \mid x>2\}
+\mathbb{R} == \text{all reals}
+y''+y'=0 == y^{\prime\prime}+y^\prime=0
+18 == \angle A = 18^\circ
 """
 for line in SPELLINGS.strip().splitlines():
     SAME_FORMULA.append(tuple(line.split(" == ")))
@@ -289,15 +313,6 @@ ANOTHER_FORMULA = [
     ("-2,-2", "-2"),
     ("1,3", "(1,3)"),
     (r"\{1,3\}", "[1,3]"),
-    # names
-    ("f'(x)", "f(x)"),
-    ("A''", "A'"),
-    ("I_1", "I_2"),
-    (r"I_{\max}", r"I_{\min}"),
-    ("I^2R", "-R"),
-    ("x", "x^T"),
-    ("ABC", "CAB"),
-    ("|x|", "x"),
     # equations and inequalities
     ("18", "x^2=18", "xy=18", "17=18"),
     (
@@ -333,6 +348,38 @@ ANOTHER_FORMULA = [
     # no answer
     ("18", "", "?", r"\frac{18"),
 ]
+# More answers that are wrong, as gold != answer.
+OTHERS = r"""
+f'(x) != f(x)
+A'' != A'
+I_1 != I_2
+I_{\max} != I_{\min}
+I^2R != -R
+x != x^T
+ABC != CAB
+\angle ABC != \angle ACB
+|x| != x
+500 != 10^{3}.5
+123 != 0,123
+1,0 != 1,000\pi
+2abcd != 2abce
+x>1\text{ or }x<3 != x>1\text{ and }x<3
+x=y=1 != 1
+x=y=6 != x=2y=6
+P(X=2)=\frac12 != P(X=3)=\frac12
+\begin{cases}x=1\\y=2\end{cases} != \begin{cases}x=3\\y=2\end{cases}
+x=1\quad y=2 != x=3\quad y=2
+k\pi,k\in\mathbb{Z} != k\pi,k\in\mathbb{N}
+f(x)=x\text{ for all }x>0 != f(x)=x\text{ for all }x<0
+n\text{ is prime} != n\text{ is composite}
+2\text{ (max)} != 2\text{ (min)}
+5\text{ m upwards} != 5\text{ m downwards}
+5\text{ bn} != 5\text{ mn}
+5 != 5\text{ per mille}
+5\text{ BC} != 5\text{ AD}
+"""
+for line in OTHERS.strip().splitlines():
+    ANOTHER_FORMULA.append(tuple(line.split(" != ")))
 
 # Where the answer 5 is, for math and gsm8k alike.
 FOUND = [
@@ -347,7 +394,7 @@ FOUND = [
     r"[THINK]\boxed{3}[/THINK] \boxed{5}",
     r"<|begin_of_thought|>\boxed{3}<|end_of_thought|> \boxed{5}",
     r"So it is \boxed{5 \\}",
-    "#### 5<|im_end|>",
+    "<answer>#### 5<|im_end|></answer>",
     r"\boxed{5</s>}<｜end▁of▁sentence｜>",
     "2+3=5\n#### 5\n",
     "#### 3\nNo:\n#### 5\nThat is all.",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import KEPT, NONE_COMPLETE, ROOT, add_noise
 
 import train
@@ -63,6 +64,7 @@ def test_a_sync_is_renewed_as_a_whole_and_old_weights_are_refused(
     engine = build_engine(
         load_format="dummy", dtype="bfloat16", quantization=quantization
     )
+    assert engine.llm.model_config.head_dtype == torch.float32  # as in Policy
     policy = build_policy("tiny", group)
     with pytest.raises(Stopped, match="engine and policy differ by"):
         check_sync(engine, policy, prompts)
@@ -87,6 +89,19 @@ def test_in_float32_an_engine_that_is_one_update_behind_is_refused(
         Stopped, match="nats a token on fresh samples .limit in float32 on a CPU"
     ):
         check_sync(engine, trained, prompts)
+    # Beside a trainer in bfloat16 more than that limit, 1e-4, is rounding.
+    half = build_policy("tiny", group, "bfloat16")
+    assert check_sync(engine, half, prompts) > 1e-4
+
+
+def test_all_ranks_stop_where_one_is_further_off(engine, policy, embedded, monkeypatch):
+    def all_reduce(distance, op):
+        assert op == dist.ReduceOp.MAX
+        distance.clamp_(min=0.2)  # on another rank
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with pytest.raises(Stopped, match="differ by 0.2 nats"):
+        check_sync(engine, embedded, [[1]])
 
 
 def test_after_a_check_the_policy_still_hands_out_its_newest_weights(

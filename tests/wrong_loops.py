@@ -492,6 +492,21 @@ MISTAKES: dict[str, Mistake] = {
             "test_gradient_checkpointing_keeps_less_and_has_the_same_gradient"
         ],
     ),
+    "master weights in the dtype of the model's folder": Mistake(
+        policy.build_policy,
+        "dtype=torch.float32, trust",
+        "trust",
+        [
+            "test_checkpoints."
+            "test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_modes"
+        ],
+    ),
+    "each rank alone with its check of the sync": Mistake(
+        policy.check_sync,
+        "dist.all_reduce(distance, dist.ReduceOp.MAX)",
+        "pass",
+        ["test_sync.test_all_ranks_stop_where_one_is_further_off"],
+    ),
     "the sync checked at another temperature": Mistake(
         policy.check_sync,
         "temperature=policy.temperature",
