@@ -184,10 +184,11 @@ def save_checkpoint(
                 # A folder that is only half deleted has no name of a checkpoint.
                 shutil.rmtree(old.rename(unfinished))
     except (CheckpointException, OSError, RuntimeError) as error:
+        free = shutil.disk_usage(out).free / 2**30  # torch does not say: a full disk.
         raise Stopped(
-            f"step {step}: the checkpoint cannot be written to {unfinished}: "
-            f"{last_line(error)}; {len(checkpoints(out))} are there that --resume can "
-            "go on from"
+            f"step {step}: the checkpoint cannot be written to {unfinished}, where "
+            f"{free:.2g} GB are free: {last_line(error)}; {len(checkpoints(out))} are "
+            "there that --resume can go on from"
         ) from error
 
 

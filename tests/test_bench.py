@@ -29,19 +29,6 @@ def test_a_ratio_is_that_of_each_round_and_a_cell_its_median():
     assert bench.cell("failed: no vLLM") == "failed: no vLLM"
 
 
-def test_the_lines_of_steps_come_as_they_are_printed():
-    code = "import time; print('hello'); print('step 1', flush=True)"
-    code += "; time.sleep(1); print('step 2')"
-    lines = bench.run_steps([sys.executable, "-c", code])
-    assert [line for _, line in lines] == ["step 1\n", "step 2\n"]
-    assert lines[1][0] - lines[0][0] > 0.5
-
-
-def test_a_command_that_fails_says_why():
-    with pytest.raises(bench.Failed, match="RuntimeError: no memory"):
-        bench.run_steps([sys.executable, "-c", "raise RuntimeError('no memory')"])
-
-
 def test_neither_the_first_steps_nor_the_last_one_count():
     lines = [
         (0.0, "step 1 tokens 9.0 rollout 7.0 sync 1.0"),
@@ -63,23 +50,6 @@ def test_an_update_counts_the_head_for_responses_alone():
     # 4 prompts of a token, and 4 x 24 tokens of responses.
     expected = 6 * (layers * 100 + 20 * 128 * 96)
     assert bench.update_flops(policy, rollouts) == expected
-
-
-def test_trl_that_fails_is_told_in_the_table_and_not_tried_again(monkeypatch):
-    tried = []
-
-    def fails(*arguments):
-        tried.append(arguments)
-        raise bench.Failed("ImportError: no TRL")
-
-    run = {name: 2.0 for name in ("a step", *bench.PHASES, "response_tokens", "memory")}
-    monkeypatch.setattr(bench, "run_train", lambda *arguments: run)
-    monkeypatch.setattr(bench, "run_trl", fails)
-    settings = bench.BenchConfig(trl_python="python", rounds=2)
-    found = bench.steps(bench.still("tiny", "float32"), settings)
-    assert found["a step, s"] == [2.0, 2.0]
-    assert found["a step / TRL's with vllm"] == "failed: ImportError: no TRL"
-    assert len(tried) == 2  # each of two generators once
 
 
 @pytest.mark.slow  # engines, in processes of their own

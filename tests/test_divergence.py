@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 from loss_batches import F64, assert_close
-from loss_oracle import divergence_gradient
 from torch import Tensor
 
 from loss import REST_FLOOR, kl_divergence, restrict_to_support
@@ -46,30 +45,6 @@ def test_a_rest_counts_as_what_it_is_and_below_the_floor_as_the_floor(p_share, b
     # That lowers the result, and by no more than what the rest really adds.
     lost = divergence(p, b) - found
     assert -1e-14 < lost <= divergence(p[2:], b[2:])
-
-
-@pytest.mark.parametrize(
-    "p_share, b_share, missing",
-    [
-        (1.1, 300, 0.0),
-        # pi_theta's has no gradient: p log(p / b) is missing.
-        (0.9, 100, 0.9 * math.log(0.9 / 100)),
-        (1e-3, 100, 1e-3 * math.log(1e-3 / 100)),
-        # p log(p / REST_FLOOR) stands in place of p log(p / b).
-        (100, 0.1, 100 * math.log(1 / 0.1)),
-    ],
-)
-def test_a_rest_below_the_floor_lacks_its_part_of_the_gradient(
-    p_share, b_share, missing
-):
-    p, b = policies(p_share * REST_FLOOR, b_share * REST_FLOOR)
-    logits = log(p).requires_grad_()
-    kl = kl_divergence(logits.log_softmax(dim=0)[:2], log(b[:2]))
-    (gradient,) = torch.autograd.grad(kl, logits)
-    # The score of the rest, d log p_rest / d logits.
-    score = torch.tensor([-p[0], -p[1], 1 - p[2]], dtype=F64)
-    right = torch.tensor(divergence_gradient(p, b, listed=2), dtype=F64)
-    assert_close(gradient, right - missing * REST_FLOOR * score, 1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
