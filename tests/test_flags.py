@@ -150,13 +150,12 @@ def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
         ("steps: [\n", "is no YAML file of fields: while parsing"),
         ("lag: 1\nlag: 2\n", "is no YAML file of fields: a name is there twice"),
     ],
-    ids=["unknown", "wrong", "list", "empty", "no blank", "broken", "twice"],
 )
 def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe):
     assert sentence in refusal(recipe(text))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+@pytest.mark.parametrize("path", RECIPES, ids="{.stem}".format)
 def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8" if "8gpu" in path.stem else "1")
     cfg = parse_flags(Config, [f"--config={path}"])

@@ -54,8 +54,7 @@ def sums(tmp_path) -> str:
     rows = '{"prompt": "1+2", "answer": "3"}\n{"prompt": "10+2", "answer": "12"}\n'
     (tmp_path / "train.jsonl").write_text(rows)
     (tmp_path / "heldout.jsonl").write_text(rows.replace("10+2", "100+20"))
-    settings = '{"verifier": "gsm8k", "instruction": "0123"}'
-    (tmp_path / "task.json").write_text(settings)
+    (tmp_path / "task.json").write_text('{"verifier": "gsm8k", "instruction": "0123"}')
     return str(tmp_path)
 
 
@@ -431,8 +430,8 @@ SHORT = [
 def run(tmp_path_factory) -> SimpleNamespace:
     """A short training run, as a user starts it: its folder, metrics and print."""
     out = tmp_path_factory.mktemp("runs") / "short"
-    flags = [*SHORT, "--steps=2", f"--out_dir={out}"]
-    done = run_script([sys.executable, "train.py", *flags])
+    command = [sys.executable, "train.py", "--steps=2", f"--out_dir={out}"]
+    done = run_script(command + SHORT)
     assert done.returncode == 0, done.stdout
     return SimpleNamespace(out=out, metrics=read_metrics(out), printed=done.stdout)
 
@@ -455,7 +454,7 @@ def test_two_ranks_do_what_one_rank_does(run, tmp_path):
 
 def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run):
     assert run.printed.startswith(f"{run.out}: trains in float32")
-    lines = [line for line in run.printed.splitlines() if line.strip()]
+    lines = list(filter(str.strip, run.printed.splitlines()))
     steps = [int(line.split()[1]) for line in lines if line.startswith("step")]
     assert steps == [0, 1, 2]  # 0 is before training
     # The others: where it writes, what the columns are, a head, two accuracies, four
