@@ -18,6 +18,8 @@ OF_THE_ONLY_RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
+# How many processes torchrun, srun, Open MPI's mpirun and MPICH's have started.
+STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # Parameters of mallopt, as in glibc's malloc.h.
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
@@ -35,14 +37,16 @@ def init_distributed() -> dist.DeviceMesh:
     not reach this one.
     """
     missing = [name for name in OF_THE_ONLY_RANK if name not in os.environ]
-    if missing and os.environ.get("WORLD_SIZE", "1") == "1":
+    for name in STARTED:
+        # Without a rank each process would train a model of its own.
+        if missing and os.environ.get(name, "1") != "1":
+            raise Refused(
+                f"{name} is {os.environ[name]}, and {', '.join(missing)} not set: "
+                "start the ranks by torchrun (on each node, with --nnodes and "
+                f"--node-rank), or unset {name} for one rank"
+            )
+    if missing:
         os.environ.update(OF_THE_ONLY_RANK)
-    elif missing:
-        raise Refused(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {', '.join(missing)} not "
-            "set: start the ranks by torchrun (on each node, with --nnodes and "
-            "--node-rank), or unset WORLD_SIZE for one rank"
-        )
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
     if nodes > 1:

@@ -188,12 +188,14 @@ def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_i
     assert done.stdout == ""  # with an out_dir it would say what it computes in
 
 
-def test_ranks_of_another_launcher_than_torchrun_are_told_how_to_start(monkeypatch):
+@pytest.mark.parametrize("name", support.machine.STARTED)
+def test_ranks_of_another_launcher_than_torchrun_are_told_how_to_start(
+    name, monkeypatch
+):
     # Kubernetes' PyTorchJob, srun and mpirun know no ranks of a node.
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(name, "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with pytest.raises(Refused, match="WORLD_SIZE is 2, and .*LOCAL_WORLD_SIZE.* not"):
+    with pytest.raises(Refused, match=f"{name} is 2, and .*LOCAL_WORLD_SIZE.* not"):
         support.machine.init_distributed()
 
 
