@@ -80,8 +80,9 @@ class Engine:
 
     `init_distributed` comes first, and all ranks build their engines together.
     quantization "fp8_per_channel" is vLLM's own, of weights and activations of the
-    linear layers; every `load_weights` quantizes anew. load_format "dummy" begins with
-    random weights, so that a weight which `load_weights` never brings shows at once.
+    linear layers; every `load_weights` quantizes anew. load_format "hf" reads the files
+    that support/models.py has checked, and "dummy" begins with random weights, so that
+    a weight which `load_weights` never brings shows at once.
     max_model_len is in tokens, and top_logprobs is K. Raises Refused where the KV cache
     is too small for one response, or weights and cache are larger than the free memory.
     """
