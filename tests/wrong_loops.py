@@ -498,7 +498,8 @@ MISTAKES: dict[str, Mistake] = {
         "trust",
         [
             "test_checkpoints."
-            "test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_modes"
+            "test_a_model_has_the_dtype_that_came_in_"
+            "its_tied_head_once_and_ordinary_modes"
         ],
     ),
     "each rank alone with its check of the sync": Mistake(
