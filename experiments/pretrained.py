@@ -58,8 +58,6 @@ MISMATCHES = {
     "T = 1.2, of the policy too": {"temperature": 1.2, "policy_temperature": 1.2},
     "T = 1.2, a policy that knows": LABORATORY["T = 1.2"],
 }
-# The best of the constants and of the neighbours on the embedded policy.
-CONSTANT, NEIGHBOUR = "p3o, e_B = 0.9", "opmd"
 at_rate = partial(cells_of, learning_rate=LEARNING_RATE)
 PARTS: dict[str, list[Cell]] = {
     "heat": at_rate(
@@ -74,7 +72,8 @@ PARTS: dict[str, list[Cell]] = {
     ),
     "knowing": at_rate(["T = 1.2, a policy that knows"], ("p3o", "p3o, no KL"), [0]),
     "fp8": at_rate(["fp8"], ("p3o, no KL", "p3o, KL where signal"), [2]),
-    "grid": at_rate(GRID, (*MAIN[:4], CONSTANT, NEIGHBOUR), range(3)),
+    # The last two: the best constant and neighbour on the embedded policy.
+    "grid": at_rate(GRID, (*MAIN[:4], "p3o, e_B = 0.9", "opmd"), range(3)),
 }
 
 
