@@ -16,9 +16,9 @@ table. The parts:
                `train.py --steps 10 --dtype float32 --rollout_dtype float32` makes
     fp8        fp8 rollouts, where the CPU multiplies bfloat16 fast: 2 runs
     grid       six objectives on five kinds of data, three seeds, on another task, of
-               sums of two and three numbers: 90 runs, the hardest first. Its --model
-               is a copy of the folder without chat_template.jinja, which a task that
-               shows two solved problems does not want
+               sums of two and three numbers: 90 runs. Its --model is a copy of the
+               folder without chat_template.jinja, which a task that shows two solved
+               problems does not want
 
 A run takes a quarter of an hour of a core.
 """
@@ -50,7 +50,7 @@ OF_THREE = {
 }
 GRID = {
     f"{name}, sums of three": LABORATORY[name] | OF_THREE
-    for name in ("lag 16", "4 updates", "lag 4", "T = 1.2", "on-policy")
+    for name in ("on-policy", "lag 4", "4 updates", "T = 1.2", "lag 16")
 }
 MISMATCHES = {
     **GRID,
