@@ -15,10 +15,9 @@ table. The parts:
                runs. --model names it: ten steps of the recipe in float32, which
                `train.py --steps 10 --dtype float32 --rollout_dtype float32` makes
     fp8        fp8 rollouts, where the CPU multiplies bfloat16 fast: 2 runs
-    grid       six objectives on five kinds of data, three seeds, on another task, of
-               sums of two and three numbers: 90 runs. Its --model is a copy of the
-               folder without chat_template.jinja, which a task that shows two solved
-               problems does not want
+    grid       six objectives on five kinds of data, three seeds, on another task, the
+               same formulas after two solved ones: 90 runs. Its --model is a copy of
+               the folder whose chat_template.jinja is {{ messages[0]["content"] }}
 
 A run takes a quarter of an hour of a core.
 """
@@ -41,15 +40,14 @@ EVERY_RUN: Flags = {
     "dtype": "float32",
     "rollout_dtype": "float32",
 }
-# Fewer prompts than the recipe has, so that 90 runs end in a few nights. "10+5 = 15"
-# and the end take ten tokens.
-OF_THREE = {
-    "task": "recipes/sums-of-three",
-    "prompts_per_step": 4,
-    "max_response_tokens": 10,
+# Fewer responses than the recipe has, and shorter, so that 90 runs end in a few nights.
+OF_FORMULAS = {
+    "task": "recipes/formulas",
+    "prompts_per_step": 6,
+    "max_response_tokens": 8,
 }
 GRID = {
-    f"{name}, sums of three": LABORATORY[name] | OF_THREE
+    f"{name}, formulas": LABORATORY[name] | OF_FORMULAS
     for name in ("on-policy", "lag 4", "4 updates", "T = 1.2", "lag 16")
 }
 MISMATCHES = {

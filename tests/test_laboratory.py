@@ -96,7 +96,7 @@ def test_the_grid_of_smollm2_has_a_task_of_its_own_and_fresh_data_first():
     assert len(grid) == 5 * 6 * 3
     configs = [config_of(pretrained.command_of(cell, "smollm2")) for cell in grid[:30]]
     assert [cfg.lag for cfg in configs] == [0] * 6 + [4] * 6 + [0] * 12 + [16] * 6
-    assert {cfg.task for cfg in configs} == {"recipes/sums-of-three"}
+    assert {cfg.task for cfg in configs} == {"recipes/formulas"}
 
 
 def test_e_b_of_the_runs_own_mean_and_of_another_run_wait_for_p3os(tmp_path):
