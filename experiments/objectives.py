@@ -130,8 +130,8 @@ def m2po(
     A < 0 and rho < 1. Of these the one with the largest (log rho)^2 is dropped until
     the mean of (log rho)^2 over those that are left is at most tau. B is one part here.
 
-    1. The authors' code does not drop tokens one by one. It clips rho at one bound, and
-       never between 0.7 and 1.5.
+    1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
+       exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau.
     2. AReaL's code drops tokens whatever the sign of A, by the ratio of the policy
        before the update to pi_b.
     """
@@ -159,18 +159,20 @@ def a3po(
 ) -> Tensor:
     """PPO's clipped loss around a policy between pi_b and pi_theta: [N, T].
 
-    A-3PO, AReaL's page on proximal log-probability approximation. It is decoupled PPO,
-    arXiv 2110.00641, without the pass over the batch that log pi_prox would take:
+    A-3PO, arXiv 2512.06547, by AReaL's code and page. It is decoupled PPO, arXiv
+    2110.00641, without the pass over the batch that log pi_prox would take:
 
         log pi_prox = log pi_b + alpha (sg(log pi_theta) - log pi_b)
         loss = pi_prox / pi_b times the clipped loss in r = pi_theta / pi_prox
 
     alpha is (d - 1) / d for data that are d updates old, and 0 for fresh data, where
     this is GRPO's loss. What is clipped is rho^(1 - alpha), so the older the data, the
-    wider the range of rho. eps, cap and d = 2 are of AReaL's example.
+    wider the range of rho. eps and cap are of AReaL's example, whose d is at most 2.
 
-    1. alpha is one number for all data of a run, and AReaL's is each token's own.
-    2. A token with pi_prox / pi_b above cap has no loss, as in AReaL. Its example also
+    1. alpha is one number for all data of a run, the first and fresher ones too, and
+       AReaL's is each token's own.
+    2. For fresh data the paper's pi_prox is pi_theta, and nothing is clipped.
+    3. A token with pi_prox / pi_b above cap has no loss, as in AReaL. Its example also
        normalizes advantages over the batch.
     """
     log_rho = logp - logp_behavior
@@ -197,18 +199,21 @@ def bapo(
 ) -> Tensor:
     """The clipped loss, with bounds that give A > 0 its share of the batch: [N, T].
 
-    BAPO, arXiv 2510.18927, by its authors' code and README; the paper's own equations
-    could not be read. low and high are bounds of rho itself. A token counts
-    min(rho, high) A if A > 0, and max(rho, low) |A| if A < 0. First low rises, then
-    high, until the tokens with A > 0 have the share `target` of the sum. A higher low
-    drops more tokens with A < 0, but by this measure they count more, so that low rises
-    to its end or not at all. B is one part here.
+    BAPO, arXiv 2510.18927, equation 8, by its authors' code and README. low and high
+    are bounds of rho itself. A token counts min(rho, high) A if A > 0, and
+    max(rho, low) |A| if A < 0. First low rises, then high, until the tokens with A > 0
+    have the share `target` of the sum. A higher low drops more tokens with A < 0, but
+    by this measure they count more, so that low rises to its end or not at all. B is
+    one part here.
 
     1. The README's target is a share of the sum, 0.5. The code compares A > 0 with
        A < 0, and asks for 1, which is the same, in its YAML, and for 0.5 in its script.
-    2. The ranges are the README's, which says that the paper has them, and the steps
-       the script's. The YAML's ranges end at 0.8 and 2.0, the script's at 0.95 and 2.0.
-    3. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
+    2. The paper's target is 0.4, high rises before low, by 0.05 and 0.02, and a token
+       counts times pi_b. Advantages of a group add up to 0, so without these weights
+       0.4 is nearly always reached, and the bounds stay where they begin.
+    3. The ranges are the paper's, and the steps the script's. The YAML's ranges end at
+       0.8 and 2.0, the script's at 0.95 and 2.0.
+    4. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
     """
     rho = (logp - logp_behavior).exp()
 
@@ -238,12 +243,12 @@ def asymre(
 
     AsymRE, arXiv 2506.20520, where A = r - (V + delta) with V the mean of the group.
     Groups whose responses are all alike have a signal too: the same as imitating pi_b.
-    The default is that of Trinity-RFT; the paper's could not be read.
+    The default is that of Trinity-RFT and, for rewards of -1 and 1, the paper's.
 
     1. A is divided by the group's standard deviation, unless --scale_advantage is
        false, and delta is subtracted after that.
 
-    Padding has a gradient here, -delta, which train.py leaves out of its sum.
+    Padding has a gradient here, delta, which train.py leaves out of its sum.
     """
     return -(advantage - delta) * logp
 
@@ -302,10 +307,11 @@ def sapo(
 ) -> Tensor:
     """-4 / tau sigmoid(tau (rho - 1)) A, clipping made smooth: [N, T].
 
-    SAPO, arXiv 2511.20347, by the pages of AReaL and Trinity-RFT, with tau_pos where
-    A > 0. The weight of a token is A at rho = 1, and next to nothing above rho = 10.
+    SAPO, arXiv 2511.20347, by AReaL's code, with tau_pos where A > 0. The weight of a
+    token is A at rho = 1, and next to nothing above rho = 10.
 
     1. The paper averages over responses; here the mean is over tokens.
+    2. Trinity-RFT weights grad log pi_theta with the gate, which grows with rho.
     """
     rho = (logp - logp_behavior).exp()
 
