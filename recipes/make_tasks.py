@@ -6,8 +6,8 @@ sums-and-products/ has 400 sums up to 20+20 and 81 products up to 9*9, of which 
 held out. 3+8 may be held out and 8+3 trained on: they are two problems.
 
 formulas/ has the same problems without words, of which 64 are held out. Its instruction
-shows two others that are solved, as to a base model. The model is then right in 0.3 of
-its samples, and of its greedy answers in 0.6.
+shows two others that are solved, as to a base model. The model is then right in 0.23
+of its samples at temperature 1, and in 0.61 of its greedy answers.
 """
 
 import json
