@@ -243,7 +243,8 @@ def asymre(
 
     AsymRE, arXiv 2506.20520, where A = r - (V + delta) with V the mean of the group.
     Groups whose responses are all alike have a signal too: the same as imitating pi_b.
-    The default is that of Trinity-RFT and, for rewards of -1 and 1, the paper's.
+    The default is that of Trinity-RFT and, by an account of it, of the paper, whose
+    rewards are -1 and 1.
 
     1. A is divided by the group's standard deviation, unless --scale_advantage is
        false, and delta is subtracted after that.
