@@ -76,7 +76,8 @@ def random_model(size: str) -> str:
         torch.manual_seed(0)
         sizes = SMALL if size == "small" else {}
         config = AutoConfig.from_pretrained(SHAPE, **sizes)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.device("cuda" if CUDA else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained("tiny").save_pretrained(folder)
     dist.barrier()
