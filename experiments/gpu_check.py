@@ -107,7 +107,7 @@ def product_flops(policy: Policy) -> float:
     """Operations a second of a matrix product on the policy's device, in its dtype."""
     size = 8192 if CUDA else 1024
     device = next(policy.parameters()).device
-    matrix = torch.ones(size, size, dtype=policy.dtype, device=device)
+    matrix = torch.randn(size, size, dtype=policy.dtype, device=device)
     return 2 * size**3 / min(seconds_of(lambda: matrix @ matrix) for _ in range(5))
 
 
@@ -152,6 +152,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         cfg = cfg.model_copy(update=settings)
         with phase(phases, f"rollout {step}"):
             rollouts = sample_batch(engine, cfg, step, train, log)
+        phases[f"rollout {step}"]["tokens"] = int(rollouts.mask.sum())
         engine.sleep()
         # The responses of a group have different rewards.
         reward = torch.arange(len(rollouts.text)).float().view(-1, cfg.group_size)
@@ -177,30 +178,33 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         "bfloat16 or TF32" if cfg.rollout_quantization == "none" else "fp8"
     ]
     listed = rollouts.top_logp_behavior[rollouts.mask]
-    sampled = int(rollouts.mask.sum())
-    tokens = sampled + int(rollouts.prompt_length.sum())
-    seconds = phases["update 3"]["seconds"]
-    flops = update_flops(policy, rollouts) / seconds
+    warm = phases["rollout 2"]
+    tokens = phases["rollout 3"]["tokens"] + int(rollouts.prompt_length.sum())
+    flops = update_flops(policy, rollouts) / phases["update 3"]["seconds"]
     checks = {
         "mean |log rho| at the start": limited(before, limit),
-        # It is nearer to that after a sync than without. In fp8 it never is 0.
-        "part of it that a sync leaves": limited(
-            (after - before) / (without - before), 0.5
-        ),
         "KL with top-p and top-k": limited(stats["kl"], limit**2),
         "tokens that these cut off": limited(
             listed.isneginf().float().mean().item(), least=0.01
         ),
-        "rollout, tokens/s": limited(sampled / phases["rollout 3"]["seconds"]),
-        "update, tokens/s": limited(tokens / seconds),
+        # Of the second: in the third kernels for top-p and top-k are compiled.
+        "rollout, tokens/s": limited(warm["tokens"] / warm["seconds"]),
+        "update, tokens/s": limited(tokens / phases["update 3"]["seconds"]),
         "update, of the matrix product": limited(
             flops / product_flops(policy),
-            least=0.15 if cfg.size == "1.5B" else 0,  # a guess
+            # An H200 gets 0.22.
+            least=0.15 if cfg.size == "1.5B" else 0,
         ),
     }
     if CUDA:
         checks |= memory_checks(phases, cfg, mesh.size(-1))
-    if cfg.rollout_quantization != "none":
+    if cfg.rollout_quantization == "none":
+        # It is nearer to the start after a sync than without one. In fp8 a step can
+        # move the policy by less than the rounding does.
+        checks["part of it that a sync leaves"] = limited(
+            (after - before) / (without - before), 0.5
+        )
+    else:
         folder = Path(tempfile.gettempdir(), "p3o-after")
         save_model(policy.model, full_weights(policy), tokenizer, folder)
         dist.barrier()
