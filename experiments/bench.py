@@ -136,8 +136,10 @@ def cell(numbers: Any) -> str:
     """A median with the least and the most in brackets, or what stands for it."""
     if isinstance(numbers, str):
         return numbers
-    median, *ends = (f"{statistics.median(numbers):.3g}", min(numbers), max(numbers))
-    return f"{median} [{ends[0]:.3g}, {ends[1]:.3g}]" if len(numbers) > 1 else median
+    median = f"{statistics.median(numbers):.3g}"
+    if len(numbers) == 1:
+        return median
+    return f"{median} [{min(numbers):.3g}, {max(numbers):.3g}]"
 
 
 # Whole steps
@@ -183,8 +185,8 @@ def run_train(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         flags = cfg.model_dump(exclude_defaults=True)
-        flags |= {"steps": WARM_UP + counted + 1, "out_dir": out}
-        flags |= {"eval_every": 0, "eval_problems": 8}
+        steps = WARM_UP + counted + 1
+        flags |= {"steps": steps, "out_dir": out, "eval_every": 0, "eval_problems": 8}
         command = [*launcher, f"--nproc-per-node={ranks}", "train.py", *words_of(flags)]
         # The first line is of step 0, before training.
         lines = run_steps(command)[1:]
@@ -210,13 +212,12 @@ def run_trl(
     problems = load_task(cfg.task, "train")
     instruction = task_of(cfg.task).instruction
     prompts = []
-    places = steps * cfg.prompts_per_step
-    for number in problems_at(cfg.seed, len(problems), range(places)):
+    places = range(steps * cfg.prompts_per_step)
+    for number in problems_at(cfg.seed, len(problems), places):
         problem = problems[number]["prompt"]
         prompts.append(f"{instruction}\n\n{problem}" if instruction else problem)
     job = {"prompts": prompts, "steps": steps, "generator": generator}
-    for name in ("model", "dtype", "prompts_per_step", "group_size"):
-        job[name] = getattr(cfg, name)
+    job |= cfg.model_dump(include={"model", "dtype", "prompts_per_step", "group_size"})
     job["max_tokens"] = cfg.max_response_tokens
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "job.json")

@@ -209,7 +209,8 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         save_model(policy.model, full_weights(policy), tokenizer, folder)
         dist.barrier()
         fresh = Engine(
-            *(str(folder), length),
+            str(folder),
+            length,
             tp=cfg.rollout_tp,
             quantization=cfg.rollout_quantization,
             dtype=cfg.rollout_dtype,

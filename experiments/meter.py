@@ -90,14 +90,16 @@ def main() -> None:
     prompts = heldout.prompts[: cfg.responses]
     device = torch.device(init_distributed().device_type)
     engine = Engine(
-        *(cfg.model, max_model_len),
+        cfg.model,
+        max_model_len,
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         top_logprobs=cfg.top_logprobs,
     )
     to_each = -(-cfg.responses // len(prompts))  # rounded up
     rollouts = engine.sample(
-        *(prompts, to_each),
+        prompts,
+        to_each,
         [noise_seed(cfg.seed, place, to_each) for place in range(len(prompts))],
         max_tokens=cfg.max_response_tokens,
         temperature=cfg.temperature,

@@ -140,7 +140,7 @@ def table_of_runs(runs: Runs) -> str:
                 less = differences(beside, objective).get(mismatch, {})
                 # The mean of a step's updates, and the least of them.
                 ess = [[value for _, value in series(run, "ess")] for run in same]
-                least = [[e_b for _, e_b in series(run, "ess_min")] for run in same]
+                least = [e_b for run in same for _, e_b in series(run, "ess_min")]
                 measures = [
                     [score(run) for run in same],
                     list(less.values()),
@@ -150,7 +150,7 @@ def table_of_runs(runs: Runs) -> str:
                 ]
                 row = [mismatch, f"{rate:g}", objective, str(len(same))]
                 row += map(text_of, measures)
-                row += [f"{mean(map(mean, ess)):.3f}", f"{min(map(min, least)):.3f}"]
+                row += [f"{mean(map(mean, ess)):.3f}", f"{min(least):.3f}"]
                 # What an objective had in place of e_B. Old runs do not say.
                 used = [run for run in same if any(run["metrics"].get("ess_used", []))]
                 values = [value for run in used for _, value in series(run, "ess_used")]
@@ -219,8 +219,11 @@ def weight_by_ratio(
     """w_t at every rho of LOG_RATIO, [M]: each token is a response of its own."""
     log_ratio = LOG_RATIO[:, None]  # [N, 1]
     weight = token_weights(
-        *(objective, log_ratio, torch.full_like(log_ratio, -1.0)),
-        *(torch.full_like(log_ratio, advantage), e_b),
+        objective,
+        log_ratio,
+        torch.full_like(log_ratio, -1.0),
+        torch.full_like(log_ratio, advantage),
+        e_b,
     )
     return weight[:, 0]
 

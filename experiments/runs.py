@@ -114,9 +114,10 @@ def make_run(cell: Cell, command: list[str]) -> Run:
             raise RuntimeError(message[-2000:])
         steps = [json.loads(line) for line in open(out / "metrics.jsonl")]
         config = json.loads((out / "config.json").read_text())
-    metrics = {}
-    for name in KEPT:
-        metrics[name] = [round(row[name], 6) if name in row else None for row in steps]
+    metrics = {
+        name: [round(row[name], 6) if name in row else None for row in steps]
+        for name in KEPT
+    }
     return {
         **cell._asdict(),
         "command": f"python {' '.join(command)}",

@@ -108,7 +108,8 @@ def sample_and_score(cfg: Config) -> tuple[ScoredBatch, Engine]:
     tokenizer, problems, _, max_model_len = train.load_data(cfg)
     mesh = init_distributed()
     engine = Engine(
-        *(cfg.sampled_by or cfg.model, max_model_len),
+        cfg.sampled_by or cfg.model,
+        max_model_len,
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         top_logprobs=cfg.top_logprobs,

@@ -80,7 +80,8 @@ class Laboratory:
         self.engines = {
             "none": Engine("tiny", max_model_len, top_logprobs=20),
             "fp8_per_channel": Engine(
-                *("tiny", max_model_len),
+                "tiny",
+                max_model_len,
                 quantization="fp8_per_channel",
                 dtype="bfloat16",
                 top_logprobs=20,
