@@ -122,7 +122,9 @@ class Engine:
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
         self.asleep = False
         if cuda and dist.get_rank() == 0:
-            print("vLLM compiles and captures CUDA graphs: a minute or more", flush=True)
+            print(
+                "vLLM compiles and captures CUDA graphs: a minute or more", flush=True
+            )
         try:
             self.llm = LLM(
                 model,

@@ -5,7 +5,7 @@
 
 The first line takes the flags of train.py, reads the model's config.json, and prints
 the table of recipes/README.md. Its seconds are a model and no measurement: the rates
-are those of H100 data sheets, times the share that well-tuned code gets, a guess.
+are those of H100 data sheets, times a share: one that was measured, and three guesses.
 The second line runs the embedded default on one rank and on two, each with a core.
 """
 
@@ -31,7 +31,9 @@ from train import Config
 NODES = (1, 2, 3, 6)  # 144 prompts are a multiple of their GPUs
 GPUS_OF_NODE = 8
 # The rates of an H100 SXM, and of a 400 Gb/s network card for each GPU.
-PRODUCTS = 0.4 * 989e12  # operations a second, dense bfloat16, in the update
+# Operations a second, dense bfloat16. An H200, which has the same rate, got this share
+# in an update of 1.5 billion parameters (results/gpu/commands.txt).
+PRODUCTS = 0.32 * 989e12
 MEMORY = 0.6 * 3.35e12  # bytes a second, while vLLM decodes
 NVLINK = 0.7 * 450e9  # bytes a second
 NETWORK = 0.7 * 50e9  # bytes a second

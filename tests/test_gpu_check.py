@@ -40,14 +40,13 @@ def test_memory_on_cuda_is_held_against_what_is_counted_and_what_sleep_lends():
 def test_on_a_cpu_all_is_within_its_limits(quantization, size, tmp_path):
     out = tmp_path / "new" / "found.json"
     flags = ["--prompts_per_step=8", "--group_size=4", "--rollout_dtype=bfloat16"]
-    flags += ["--max_response_tokens=32", "--cycles=2", f"--out={out}"]
+    flags += ["--max_response_tokens=32", f"--out={out}"]
     command = [*TORCHRUN, "--standalone", ROOT / "experiments/gpu_check.py", *flags]
     done = run_script([*command, f"--rollout_quantization={quantization}", *size])
     assert "All are within their limits." in done.stdout
     [found] = json.loads(out.read_text()).values()
     assert found["device"] == "CPU"
-    start, without, after, cut = found["statistics"].values()
+    start, after, cut = found["statistics"].values()
     assert min(start["ess"], after["ess"]) > 0.999
-    assert without["mismatch_mean"] > 2 * after["mismatch_mean"]
     assert cut["mismatch_mean"] > 0.005  # minus the log of the mass that is left
     assert all(row["seconds"] > 0 for row in found["phases"].values())
