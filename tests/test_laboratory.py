@@ -341,7 +341,7 @@ def test_the_front_page_has_the_scores_of_the_committed_runs():
 
 
 @pytest.mark.parametrize("title", IN_THE_FIRST_TABLE)
-def test_the_first_table_has_all_kinds_of_data_in_the_order_of_their_runs(title):
+def test_the_first_table_has_the_mean_score_of_an_objective_on_each_kind_of_data(title):
     cells = []
     for name in mismatch.MISMATCHES:
         objective = IN_THE_FIRST_TABLE[title]
