@@ -158,7 +158,6 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         cfg = cfg.model_copy(update=settings)
         with phase(phases, f"rollout {step}"):
             rollouts = sample_batch(engine, cfg, step, train, log)
-        phases[f"rollout {step}"]["tokens"] = int(rollouts.mask.sum())
         engine.sleep()
         # The responses of a group have different rewards.
         reward = torch.arange(len(rollouts.text)).float().view(-1, cfg.group_size)
@@ -167,6 +166,15 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         with phase(phases, f"update {step}"):
             stats = update(policy, optimizer, p3o, rollouts, rows, cfg, step)
         statistics[when] = stats
+        if step == 1:
+            # The changed policy on what the old weights sampled.
+            statistics["without a sync"] = update(
+                policy, optimizer, p3o, rollouts, rows, cfg, step
+            )
+        # The third rollout compiles the kernels of top-p and top-k.
+        sampled = phases[f"rollout {step}"]["tokens"] = int(rollouts.mask.sum())
+        prompts = int(rollouts.prompt_length.sum())
+        phases[f"update {step}"]["tokens"] = sampled + prompts
         with phase(phases, f"sync {step}"):
             engine.load_weights(full_weights(policy), version=str(step))
     for cycle in range(CYCLES):
@@ -175,12 +183,10 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         with phase(phases, f"awake {cycle}"):
             engine.load_weights(full_weights(policy), version=str(step))
 
-    before, after, _ = [row["mismatch_mean"] for row in statistics.values()]
+    before, _, after, _ = [row["mismatch_mean"] for row in statistics.values()]
     quantized = cfg.rollout_quantization != "none"
     limit = SYNC_LIMITS["fp8" if quantized else "bfloat16 or TF32"]
     listed = rollouts.top_logp_behavior[rollouts.mask]
-    warm = phases["rollout 2"]
-    tokens = phases["rollout 3"]["tokens"] + int(rollouts.prompt_length.sum())
     flops = update_flops(policy, rollouts) / phases["update 3"]["seconds"]
     checks = {
         # Less than 0.001 is no fp8: the embedded policy has 0.0022 there, and 0.0004 in
@@ -191,11 +197,11 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         "tokens that these cut off": limited(
             listed.isneginf().float().mean().item(), least=0.01
         ),
-        # Of the second rollout: the third compiles the kernels of top-p and top-k.
-        "rollout, tokens/s": limited(warm["tokens"] / warm["seconds"]),
-        "update, tokens/s": limited(tokens / phases["update 3"]["seconds"]),
-        # An H200 got 0.22 of a product of ones.
-        "update, of the matrix product": limited(flops / product_flops(policy)),
+        "update, of the matrix product": limited(
+            flops / product_flops(policy),
+            # An H200 got 0.22 of a product of ones.
+            least=0.15 if cfg.size == "1.5B" else 0,
+        ),
     }
     if CUDA:
         checks |= memory_checks(phases, cfg, mesh.size(-1))

@@ -152,8 +152,12 @@ def table_of_runs(runs: Runs) -> str:
                 row += map(text_of, measures)
                 row += [f"{mean(map(mean, ess)):.3f}", f"{min(least):.3f}"]
                 # What an objective had in place of e_B. Old runs do not say.
-                used = [run for run in same if any(run["metrics"].get("ess_used", []))]
-                values = [value for run in used for _, value in series(run, "ess_used")]
+                values = [
+                    value
+                    for run in same
+                    if any(run["metrics"].get("ess_used", []))
+                    for _, value in series(run, "ess_used")
+                ]
                 row.append(f"{mean(values):.3f}" if values else "")
                 rows.append([*row, str(sum(map(collapsed, same)))])
     return table(rows)

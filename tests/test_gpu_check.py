@@ -46,7 +46,8 @@ def test_on_a_cpu_all_is_within_its_limits(quantization, size, tmp_path):
     assert "All are within their limits." in done.stdout
     [found] = json.loads(out.read_text()).values()
     assert found["device"] == "CPU"
-    start, after, cut = found["statistics"].values()
+    start, without, after, cut = found["statistics"].values()
     assert min(start["ess"], after["ess"]) > 0.999
+    assert without["mismatch_mean"] > 2 * after["mismatch_mean"]
     assert cut["mismatch_mean"] > 0.005  # minus the log of the mass that is left
     assert all(row["seconds"] > 0 for row in found["phases"].values())
