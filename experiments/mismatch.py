@@ -46,7 +46,7 @@ from experiments.runs import (
 )
 from support.command import Refused, run_script
 
-# Half the default batch, all of it in one update: noisier and cheaper.
+# Half the default's responses, in one update: B is as large, and a step cheaper.
 EVERY_RUN: Flags = {
     "steps": 60,
     "prompts_per_step": 16,

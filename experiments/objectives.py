@@ -132,8 +132,9 @@ def m2po(
 
     1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
        exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau.
+       It does so for each micro-batch and rank.
     2. AReaL's code drops tokens whatever the sign of A, by the ratio of the policy
-       before the update to pi_b.
+       before the update to pi_b, and always keeps one.
     """
     log_rho = logp - logp_behavior
     moved = (advantage * log_rho).detach() > 0  # [N, T]
@@ -208,11 +209,14 @@ def bapo(
 
     1. The README's target is a share of the sum, 0.5. The code compares A > 0 with
        A < 0, and asks for 1, which is the same, in its YAML, and for 0.5 in its script.
+       Advantages of a group add up to 0, so where its data are fresh and its responses
+       equally long, the share is 0.5 but for rounding, which then moves the bounds.
     2. The paper's target is 0.4, high rises before low, by 0.05 and 0.02, and a token
        counts times pi_b. Advantages of a group add up to 0, so without these weights
        0.4 is nearly always reached, and the bounds stay where they begin.
     3. The ranges are the paper's, and the steps the script's. The YAML's ranges end at
-       0.8 and 2.0, the script's at 0.95 and 2.0.
+       0.8 and 2.0, and its high rises by 0.05; the script's go from 0.8 to 0.95 and to
+       2.0. The authors' code decides for each micro-batch, over all ranks.
     4. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
     """
     rho = (logp - logp_behavior).exp()
@@ -290,7 +294,8 @@ def opmd(
     The gradient of online policy mirror descent in Kimi k1.5, arXiv 2501.12599, as
     Trinity-RFT has it beside arXiv 2509.24203, whose coefficient of 0.1 is tau / 2.
 
-    1. Kimi squares the sum of log rho over a response, and Trinity-RFT each token's.
+    1. Kimi squares the sum of log rho over a response, and Trinity-RFT each token's:
+       its k2 loss. The loss that it calls opmd is another, -A log pi / (1 + tau).
     2. A is divided by the group's standard deviation, as in `rec`.
     """
     return -advantage * logp + tau / 2 * (logp - logp_behavior).square()

@@ -19,9 +19,13 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 # What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, the
-# base of a numeral, a ratio of three, and [5], which is no 5. These are equal to their
-# own text alone.
-UNREADABLE = re.compile(r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$")
+# base of a numeral, a ratio of three, [5], which is no 5, a time of the day, and words
+# or letters between two numbers, as in 2\text{hours}30 and 4R3. These are equal to
+# their own text alone.
+UNREADABLE = re.compile(
+    r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$|:.*\\text\{[ap]m\}|"
+    r"\\text\{[^{}]*\} ?[\d\\]|\d ?(?![eE]\d)[a-zA-Z]+ ?\d(?![^{}]*\})"
+)
 POWER = re.compile(r"\^\{[^{}]*\}$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
 NOT_FINITE = sympy.oo, sympy.zoo, sympy.nan
@@ -61,7 +65,10 @@ def formula_of(latex: str) -> Any:
     latex = re.sub(r"(?<=\d)[eE]([-+]?\d+)(?!\w)", r"\\cdot10^{\1}", latex)  # 3e8
     # R and r are two variables, and variables are real.
     reader = Reader(is_real=True, config=ConversionConfig(lowercase_symbols=False))
-    return parts_of(reader.parse(latex))
+    said = reader.parse(latex)
+    if said.has(sympy.zoo, sympy.nan):
+        raise ValueError("it divides by 0")
+    return parts_of(said)
 
 
 def parts_of(said: Any) -> Any:
@@ -137,4 +144,6 @@ def is_zero(term: sympy.Expr) -> bool:
     if term.is_Rational or not term.is_number or term.has(*NOT_FINITE):
         return term == 0
     scale = max(abs(part.evalf(DIGITS)) for part in sympy.Add.make_args(term))
-    return bool(abs(term.evalf(DIGITS, maxn=DIGITS)) < scale / 10 ** (DIGITS - 100))
+    value = abs(term.evalf(DIGITS, maxn=DIGITS))
+    # Terms that are larger could cancel, and hide whatever else is there.
+    return bool(scale < 10**100 and value < scale / 10 ** (DIGITS - 100))

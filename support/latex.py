@@ -19,8 +19,11 @@ SIGNS = r"""
 − - – - × \times~ · \cdot~ ⋅ \cdot~ ÷ \div~ ± \pm~ ∞ \infty~ ∪ \cup~ ∩ \cap~ ∈ \in~
 ∅ \emptyset~ ≤ \le~ ≥ \ge~ ≠ \ne~ π \pi~ ℝ \mathbb{R} ∛ \sqrt[3]~ º ° ⁰ ^{0} ¹ ^{1}
 ² ^{2} ³ ^{3} ⁴ ^{4} ⁵ ^{5} ⁶ ^{6} ⁷ ^{7} ⁸ ^{8} ⁹ ^{9} ⁻ ^{-} ½ \frac{1}{2}
-⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~
-⁄ / ∕ / ％ % ₹ ~ “ ~ ” ~ 。 . ✅ ~ ′ '
+⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅕ \frac{1}{5} ⅖ \frac{2}{5}
+⅗ \frac{3}{5} ⅘ \frac{4}{5} ⅙ \frac{1}{6} ⅚ \frac{5}{6} ⅛ \frac{1}{8} ⅜ \frac{3}{8}
+⅝ \frac{5}{8} ⅞ \frac{7}{8} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~ ⁄ / ∕ / ％ % ₹ ~ “ ~ ” ~ 。 .
+✅ ~ ′ ' ‐ - ‑ - ⩽ \le~ ⩾ \ge~ ₀ _{0} ₁ _{1} ₂ _{2} ₃ _{3} ₄ _{4} ₅ _{5} ₆ _{6}
+₇ _{7} ₈ _{8} ₉ _{9}
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
@@ -32,7 +35,8 @@ NAMES = {
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
     "ARGUMENT": r"(\\[a-zA-Z]+|[^\\{}~])",
     # Commas within a number, which a list does not have.
-    "COMMA": r"\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\[!,]|\{\})",
+    # Within brackets ,\, parts a pair: (3,\,200).
+    "COMMA": (r"\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\!|\{\}|\\,(?![^([{]*(?:[)\]]|\\\})))"),
     # Commands that change the looks alone, and those that set words.
     "LOOKS": (
         r"left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|fbox|boxed|"
@@ -51,7 +55,7 @@ NAMES = {
     "WORD": r"(?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}",
     # A unit behind a number, with the dot or bracket and the power behind it.
     "UNIT": (
-        r"\\text\{(?![^{}]*\b(?:NONE)\b)(?:~*[mgshLlAVWJNC]|"
+        r"\\text\{(?![^{}]*\b(?:(?i:NONE)|[kKMB])\b)(?:~*[mgshLlAVWJNC]|"
         r"SIGN*[a-zA-Z]SIGN*[a-zA-Z.)])~*(?:POWER)?~*\}\)?(?:POWER)?"
     ),
     # What stands in a unit, and its powers.
@@ -62,17 +66,27 @@ NAMES = {
     "NONE": (
         r"one|two|three|four|five|six|seven|eight|nine|tens?|eleven|twelve|\w+teen|"
         r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
-        r"\w+illions?|dozens?|score|lakhs?|crores?|grand|[kKMB]|half|halves|thirds?|"
+        r"\w+illions?|dozens?|score|lakhs?|crores?|grand|half|halves|thirds?|"
         r"quarters?|\w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|"
         r"sand|lion)ths?|or|not|but|then|plus|minus|times~\w+|divided|over|point|"
         r"squared|cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|"
         r"[ap]m|even|odd|more|less|fewer|increas\w+|decreas\w+|gain|loss|profit|north|"
         r"south|east|west|above|below|negative|couple|short|mil|mille|[bm]n|mln|"
         r"\w*clockwise|(?:up|down|in|out)wards?|up|down|the~(?:left|right)|max\w*|"
-        r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when"
+        r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when|"
+        r"twice|thrice|double\w*|triple\w*|noon|midnight|early|earlier|late|later|ahead|"
+        r"behind|before|after|higher|lower|older|younger|faster|slower|longer|shorter|"
+        r"taller|(?:for|back)wards?|discount|markup|surplus|deficit|rise|drop|growth|"
+        r"reduction|jan\w*|feb\w*|mar|march|apr\w*|may|june?|july?|aug\w*|sept?\w*|"
+        r"oct\w*|nov\w*|dec\w*"
     ),
     # The usual range of a parameter, which may be left out.
     "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
+    # But not where it is one for some of its values.
+    "CONDITION": (
+        r"[^,{]*(?:[<>]|\\(?:[lgn]eq?|[lg]eqslant|setminus|backslash)(?![a-z])|"
+        r"(?:\\text\{~*)?\b(?:odd|even)\b)"
+    ),
     # These make a list, but "and" between inequalities is no "or".
     "AND": r"or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))",
     # Units that may stand behind a number without more ado.
@@ -91,7 +105,7 @@ REWRITES = r"""
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
 # 1{,}234, 10,\!000, 1\,234, 1 234, 1'234
-(?<=\d)\s*(?:COMMA|\\[,;: ]|['~ ])(?:\\!|\s)*(?=\d{3}(?!\d)) ->
+(?<=\d)\s*(?:COMMA|\\[,;: ]|'|~|[^\S\n])(?:\\!|\s)*(?=\d{3}(?!\d)) ->
 # {-}5, 4{:}30
 \{([-:+=])\} -> \1
 # 15\,\text{cm}, x=3,\; x=5
@@ -131,9 +145,10 @@ REWRITES = r"""
 # "5", 72,
 ^(?:[~*`"_#:]|=>?)+|[~*`"_.,;:\\]+$ ->
 # f(x)=x\text{ for all }x, x=k\pi, k\in\mathbb{Z}
-[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|REAL)(?![^,{]*[<>])[^,]* ->
-# \text{Answer}: 5, the answer is 5; but not \text{I and III only}
+[,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|REAL)(?!CONDITION)[^,]* ->
+# \text{Answer}: 5, the answer is 5, \text{Cost: }5; but not \text{I and III only}
 ^\\text\{(?![^}]*\bno)[^}]*\b(?i:answer|total|only|therefore|is)[~:=,]*\}[~:=,]*(?=.) ->
+^\\text\{(?![^}]*\bno)[^}:]*(?::~*\}|\}:)~*(?=.) ->
 # USD 18
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
 # \textbf{(E)}\ 5, (E) 5, C. x = 42, \text{C. Paris}
@@ -145,8 +160,9 @@ REWRITES = r"""
 \\text\{~*°~*[CF]?~*\}|°~*(?:\\text\{~*[CF]~*\}|[CF]\b) ->
 (\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?[~({]*)([\d.]+)~*° -> \1{(\2\\pi/180)}
 °(?!~*\d) ->
-# 5:30\text{ p.m.}, 5:30 p.m.
-~*(?:\\text\{~*)?(?<!\\)\b([ap])\.~?m\b\.?~*\}? -> \\text{\1m}
+# 5:30\text{ p.m.}, 5:30 p.m., 5\text{ PM}, 5 PM
+~*(?:\\text\{~*)?(?<!\\)\b(?i:([ap])\.~?m)\b\.?~*\}? -> \\text{\1m}
+~*\\text\{~*(?i:([ap])m)~*\}|(?<=\d)~*([AP])M\b -> \\text{\1\2m}
 # 15\frac{\text{m}}{\text{s}}
 (?<=\d)~*\\d?frac\{~*(UNIT)~*\}\{~*(UNIT)~*\} -> \1/\2
 # 5\text{ cm}^2, 9\text{ m/s^2}, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
@@ -169,6 +185,8 @@ _~*(\w) -> _{\1}
 # I_1, e_1, which are no constants; \hbar
 ((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
 \\hbar(?![a-z]) -> h_{bar}
+# \frac{dV}{dt}, \frac{\partial f}{\partial x}
+\\d?frac\{(?:d|\\partial)~*([a-zA-Z])\}\{(?:d|\\partial)~*([a-zA-Z])\} -> \1_{\2}
 # f', y^{\prime\prime}, and A^T, which is no power
 \\prime~* -> '
 \^\{?('+)\}? -> \1
@@ -177,6 +195,8 @@ _~*(\w) -> _{\1}
 # 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
 (?<![\w.}^])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
                                                                     Arguments
+# 2 3/4
+^(-?\d+)~(\d+)/(\d+)$ -> \1\\frac{\2}{\3}
 # -3./2, np.arcsin(10/13)
 \bnp\.|(?<=\d)\.(?=[/*+}]) ->
 # 2 x 10^3, √53, \pi(2)

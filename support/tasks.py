@@ -23,6 +23,7 @@ from reward import (
     VERIFIERS,
     ends_thought,
     final_answer,
+    last_box,
     last_thought_tag,
     score,
 )
@@ -100,6 +101,11 @@ def task_of(name_or_path: str) -> Task:
     try:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
         task = Task(train, heldout, **fields)
+        if task.verifier == "exact" and "instruction" not in fields:
+            raise ValueError(
+                "exact compares the last word, and the usual instruction asks for a "
+                "box: give another instruction, or null"
+            )
         (task.instruction or "").encode()  # as read_jsonl does
         if task.verifier not in VERIFIERS:
             pkgutil.resolve_name(task.verifier)
@@ -229,10 +235,14 @@ def problem_of(row: dict[str, Any]) -> dict[str, str]:
         # Neither true nor NaN is an answer. Numbers of a hub dataset are.
         if type(value) in (str, int, float) and value == value:
             texts[column] = str(value).strip()
-    marked = final_answer(texts["answer"] or texts["solution"]).strip()
+    text = texts["answer"] or texts["solution"]
+    answer = final_answer(text).strip() or texts["answer"]
+    _, marker, line = text.rpartition("####")
+    if marker and "\n" in line.strip() and not last_box(text):
+        answer = ""  # a heading in Markdown marks no answer
     return {
         "prompt": texts["prompt"] or texts["problem"] or texts["question"],
-        "answer": marked or texts["answer"],
+        "answer": answer,
     }
 
 

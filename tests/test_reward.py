@@ -247,6 +247,21 @@ x>2 == \{x\in\mathbb{R} \mid x>2\}
 \mathbb{R} == \text{all reals}
 y''+y'=0 == y^{\prime\prime}+y^\prime=0
 18 == \angle A = 18^\circ
+5:30\text{ p.m.} == 5:30 PM
+9\text{ a.m.} == 9\text{ A.M.}
+8\pi == \frac{dV}{dt}=8\pi
+f_x == \frac{\partial f}{\partial x}
+(3,200) == (3,\,200)
+-5,-6 == ‑5,‐6
+12345 == 12 345
+5 == \text{Total cost: }\$5
+\frac15,\frac25,\frac35,\frac45,\frac16 == ⅕,⅖,⅗,⅘,⅙
+\frac56,\frac18,\frac38,\frac58,\frac78 == ⅚,⅛,⅜,⅝,⅞
+x_0+x_1+x_2+x_3+x_4 == x₀+x₁+x₂+x₃+x₄
+x_5+x_6+x_7+x_8+x_9 == x₅+x₆+x₇+x₈+x₉
+1\le x\le3 == 3⩾x⩾1
+1\le x\le3 == 1⩽x⩽3
+2.75 == 2 3/4
 """
 for line in SPELLINGS.strip().splitlines():
     SAME_FORMULA.append(tuple(line.split(" == ")))
@@ -377,6 +392,26 @@ n\text{ is prime} != n\text{ is composite}
 5\text{ bn} != 5\text{ mn}
 5 != 5\text{ per mille}
 5\text{ BC} != 5\text{ AD}
+5 != 5\text{ Thousand}
+20\%\text{ Increase} != 20\%\text{ Decrease}
+5\text{ PM} != 5\text{ AM}
+12:00\text{ noon} != 12:00\text{ midnight}
+15\text{ April} != 15\text{ March}
+5\text{ minutes early} != 5\text{ minutes late}
+2\text{ hours }30\text{ minutes} != 3\text{ hours }20\text{ minutes}
+2 hours and 30 minutes != 5 hours and 12 minutes
+2h 30min != 3h 20min
+4R3 != 3R4
+3\text{ to }2 != 2\text{ to }3
+9:00 != 10:00
+3:45\text{ p.m.} != 1:15\text{ p.m.}
+3200 != (3,\,200)
+\frac{dy}{dx}=y != y=0
+\frac{dy}{dx}=2x != \frac{dx}{dt}=2x
+f(x)=x\text{ for all }x\ge0 != f(x)=x\text{ for all }x\le0
+f(n)=n\text{ for all odd }n != f(n)=n\text{ for all even }n
+k\pi,k\in\mathbb{Z}\setminus\{0\} != k\pi,k\in\mathbb{Z}
+5 != 10^{950}(\sqrt2+\sqrt3-\sqrt{5+2\sqrt6})
 """
 for line in OTHERS.strip().splitlines():
     ANOTHER_FORMULA.append(tuple(line.split(" != ")))
@@ -427,6 +462,7 @@ SAME_NUMBER = [
         "#### 84 lemons.",
         r"\boxed{x_A=84}",
         "#### ８４",
+        "#### Total cost: $84",
     ),
     ("3600", "#### 3,600"),
     ("3,600", r"\boxed{3{,}600}"),
@@ -453,7 +489,13 @@ ANOTHER_NUMBER = [
     ),
     ("3600", "#### 3,6,00"),
     ("9007199254740993", "#### 9007199254740992"),
-    ("18", "#### 18 million", "#### 18x", "#### " + "0" * 10_000 + "18"),
+    (
+        "18",
+        "#### 18 million",
+        "#### 18 Dozen",
+        "#### 18x",
+        "#### " + "0" * 10_000 + "18",
+    ),
     ("2", "#### 2 and a half", "#### 2 thirds"),
     ("1", "#### 1. The first case"),
 ]
@@ -788,6 +830,7 @@ def test_task_json_says_how_the_jsonl_beside_it_is_compared_and_asked(tmp_path):
     "content, message",
     [
         ('{"verifer": "exact"}', "verifer"),
+        ('{"verifier": "exact"}', "give another instruction, or null"),
         ('{"verifier": "exakt"}', "No module named 'exakt'"),
         ('{"verifier": "test_reward:none"}', "no attribute 'none'"),
         ('{"instruction": 7}', "valid string"),
@@ -839,6 +882,10 @@ BAD_FILES = [
         "1 of the 2 .*row 4: no answer, as text or number: correct",
     ),
     (GOOD_LINE + '{"prompt": "1+1"}\n', "1 of the 2 .*row 2: no answer, as text"),
+    (
+        GOOD_LINE + '{"prompt": "6*7", "solution": "#### Step 1\\n6*7 = 42"}\n',
+        "1 of the 2 .*row 2: no answer, as text",
+    ),
     ('{"prompt": [{"role": "user"}], "answer": "2"}\n', "1 of the 1 rows"),
     ('{"prompt": "1+1", "answer": "}{"}\n', "1 of the 1 rows"),
     (
