@@ -310,7 +310,7 @@ ON_THE_FRONT = {
     "T = 1.6": "rollouts at temperature 1.6",
     "fp8": "rollouts in fp8",
     "lag 16": "16 steps old",
-    "16 updates": "used for 16 updates",
+    "16 updates": "4 passes, 16 updates",
 }
 PAGE = ROOT / "experiments/README.md"
 IN_THE_FIRST_TABLE = {
