@@ -326,10 +326,27 @@ IN_THE_FIRST_TABLE = {
 }
 
 
+OF_SMOLLM2 = {
+    **{title: IN_THE_FIRST_TABLE[title] for title in [*IN_THE_FIRST_TABLE][:4]},
+    "P3O, e_B = 0.9": "p3o, e_B = 0.9",
+    "OPMD": "opmd",
+}
+
+KINDS_OF_SMOLLM2 = [
+    f"{name}, formulas"
+    for name in ("on-policy", "lag 4", "lag 16", "4 updates", "T = 1.2")
+]
+
+
 @cache
 def at_the_rate():
     every = runs.read_runs(runs.RESULTS / "light.jsonl")
     return runs.select(every, learning_rate=LEARNING_RATE)
+
+
+@cache
+def of_smollm2():
+    return runs.read_runs(runs.RESULTS / "pretrained.jsonl")
 
 
 def test_the_front_page_has_the_scores_of_the_committed_runs():
@@ -340,18 +357,40 @@ def test_the_front_page_has_the_scores_of_the_committed_runs():
         assert f"{title} | {' | '.join(cells)} |".replace(" *", "") in text
 
 
-@pytest.mark.parametrize("title", IN_THE_FIRST_TABLE)
-def test_the_first_table_has_the_mean_score_of_an_objective_on_each_kind_of_data(title):
+def row_on_the_page(title, every, objective, kinds):
+    """A row of the page: the mean score of an objective on each kind of data."""
     cells = []
-    for name in mismatch.MISMATCHES:
-        objective = IN_THE_FIRST_TABLE[title]
-        same = runs.select(at_the_rate(), objective=objective, mismatch=name).values()
+    for name in kinds:
+        same = runs.select(every, objective=objective, mismatch=name).values()
         score = f"{statistics.mean(map(runs.score, same)):.2f}" if same else ""
         if 0 < len(same) < 3:
             score = f"({score})"
         cells.append(score + "*" * any(map(runs.collapsed, same)))
-    row = f"| {title} | {' | '.join(cells)} |".replace("|  ", "|")
-    assert f"\n{row}\n" in PAGE.read_text()
+    return f"\n| {title} | {' | '.join(cells)} |\n".replace("|  ", "|")
+
+
+@pytest.mark.parametrize("title", IN_THE_FIRST_TABLE)
+def test_the_first_table_has_the_mean_score_of_an_objective_on_each_kind_of_data(title):
+    objective = IN_THE_FIRST_TABLE[title]
+    row = row_on_the_page(title, at_the_rate(), objective, mismatch.MISMATCHES)
+    assert row in PAGE.read_text()
+
+
+@pytest.mark.parametrize("title", OF_SMOLLM2)
+def test_so_has_the_table_of_smollm2(title):
+    objective = OF_SMOLLM2[title]
+    row = row_on_the_page(title, of_smollm2(), objective, KINDS_OF_SMOLLM2)
+    assert row in PAGE.read_text()
+
+
+def test_the_table_of_smollm2_has_the_mean_e_b_of_p3o():
+    cells = []
+    for name in KINDS_OF_SMOLLM2:
+        same = runs.select(of_smollm2(), objective="p3o", mismatch=name).values()
+        means = [statistics.mean(ess for _, ess in runs.series(r, "ess")) for r in same]
+        cells.append(f"{statistics.mean(means):.2f}" if means else "")
+    row = f"\n| e_B of P3O | {' | '.join(cells)} |\n".replace("|  ", "|")
+    assert row in PAGE.read_text()
 
 
 def test_the_intervals_on_the_page_are_of_tables_of_the_committed_runs():
