@@ -74,11 +74,11 @@ NAMES = {
         r"south|east|west|above|below|negative|couple|short|mil|mille|[bm]n|mln|"
         r"\w*clockwise|(?:up|down|in|out)wards?|up|down|the~(?:left|right)|max\w*|"
         r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when|"
-        r"twice|thrice|double\w*|triple\w*|noon|midnight|early|earlier|late|later|ahead|"
+        r"twice|thrice|doubled?|tripled?|noon|midnight|early|earlier|late|later|ahead|"
         r"behind|before|after|higher|lower|older|younger|faster|slower|longer|shorter|"
         r"taller|(?:for|back)wards?|discount|markup|surplus|deficit|rise|drop|growth|"
-        r"reduction|jan\w*|feb\w*|mar|march|apr\w*|may|june?|july?|aug\w*|sept?\w*|"
-        r"oct\w*|nov\w*|dec\w*"
+        r"reduction|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|"
+        r"aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?"
     ),
     # The usual range of a parameter, which may be left out.
     "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",

@@ -262,6 +262,7 @@ x_5+x_6+x_7+x_8+x_9 == x₅+x₆+x₇+x₈+x₉
 1\le x\le3 == 3⩾x⩾1
 1\le x\le3 == 1⩽x⩽3
 2.75 == 2 3/4
+5,6,7 == 5\text{ decks},6\text{ Novels},7\text{ triplets}
 """
 for line in SPELLINGS.strip().splitlines():
     SAME_FORMULA.append(tuple(line.split(" == ")))
