@@ -24,7 +24,7 @@ from sympy.core.relational import Relational
 # their own text alone.
 UNREADABLE = re.compile(
     r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$|:.*\\text\{[ap]m\}|"
-    r"\\text\{[^{}]*\} ?(?:\d|\\frac)|\d ?(?![eE]\d)[a-zA-Z]+ ?\d(?![^{}]*\})"
+    r"\\text\{[^{}]*\} ?\d|\d ?(?![eE]\d)[a-zA-Z]+ ?\d(?![^{}]*\})"
 )
 POWER = re.compile(r"\^\{[^{}]*\}$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")

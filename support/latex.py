@@ -30,7 +30,10 @@ SIGNS = r"""
 # What patterns of REWRITES name. A name may stand in one above it.
 NAMES = {
     # What stands between two = in one line.
-    "PART": r"(?:GROUP|\\[a-zA-Z]++~?|\([^()]*\)|[^=,;<>~(){}\\])*",
+    "PART": r"(?:GROUP|MACRO[a-zA-Z]++~?|\([^()]*\)|[^=,;<>~(){}\\])*",
+    # Not words that part two answers, as in x=-2\text{ or maybe }x=3.
+    "MACRO": r"(?:(?<![^=])\\|\\(?!text\{[^{}]*\}~*[^=~^]))",
+    "LETTER": r"[a-zA-Z]|\\[a-z]+",
     # What is in braces, three deep, and what LaTeX takes where there are none.
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
     "ARGUMENT": r"(\\[a-zA-Z]+|[^\\{}~])",
@@ -53,9 +56,13 @@ NAMES = {
     ),
     # A word. Four letters behind a digit are a product, as in 2abcd.
     "WORD": r"(?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}",
+    # Words that end in a colon.
+    "LABEL": (
+        r"\\text\{(?![^}]*\b(?i:NONE|not?|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)"
+    ),
     # A unit behind a number, with the dot or bracket and the power behind it.
     "UNIT": (
-        r"\\text\{(?![^{}]*\b(?:(?i:NONE)|[kKMB])\b)(?:~*[mgshLlAVWJNC]|"
+        r"\\text\{(?![^{}]*\b(?:(?i:NONE)|[kKMB])\b|~*(?i:MONTH)\b)(?:~*[mgshLlAVWJNC]|"
         r"SIGN*[a-zA-Z]SIGN*[a-zA-Z.)])~*(?:POWER)?~*\}\)?(?:POWER)?"
     ),
     # What stands in a unit, and its powers.
@@ -74,18 +81,19 @@ NAMES = {
         r"south|east|west|above|below|negative|couple|short|mil|mille|[bm]n|mln|"
         r"\w*clockwise|(?:up|down|in|out)wards?|up|down|the~(?:left|right)|max\w*|"
         r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when|"
-        r"twice|thrice|doubled?|tripled?|noon|midnight|early|earlier|late|later|ahead|"
-        r"behind|before|after|higher|lower|older|younger|faster|slower|longer|shorter|"
-        r"taller|(?:for|back)wards?|discount|markup|surplus|deficit|rise|drop|growth|"
-        r"reduction|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|"
-        r"aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?"
+        r"twice|thrice|doubled|tripled|noon|midnight|(?:for|back)wards?"
+    ),
+    "MONTH": (
+        r"january|february|march|april|may|june|july|august|"
+        r"(?:sept|nov|dec)ember|october"
     ),
     # The usual range of a parameter, which may be left out.
     "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
-    # But not where it is one for some of its values.
+    # But not a part of it. From 0 or 1 on, or but for 0, is usual.
     "CONDITION": (
-        r"[^,{]*(?:[<>]|\\(?:[lgn]eq?|[lg]eqslant|setminus|backslash)(?![a-z])|"
-        r"(?:\\text\{~*)?\b(?:odd|even)\b)"
+        r"[^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|"
+        r"\\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|"
+        r"[^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)"
     ),
     # These make a list, but "and" between inequalities is no "or".
     "AND": r"or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))",
@@ -98,8 +106,8 @@ NAMES = {
 
 REWRITES = r"""
                                                                     Blanks and signs
-# 10⁻³, whose exponents are two by now
-(\^\{-?\d*)\}\^\{ -> \1
+# 10⁻³ and x₁₀, whose exponents and subscripts are two by now
+(([_^])\{-?\d*)\}\2\{ -> \1
 # 18 with a zero-width space, or in the colours of a terminal
 [\u200b\u2060\ufeff]|\x1b\[\d*m ->
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
@@ -138,7 +146,7 @@ REWRITES = r"""
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is no list
-,?~*(?:\\text\{~*,?~*(?:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
+,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
 # _4C_2, {}^4C_2, C(4,2)
 (?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*C_\{?(\d+)\}? -> \\binom{\1}{\2}
 (?<![\w\\])C\((\d+),~*(\d+)\) -> \\binom{\1}{\2}
@@ -148,7 +156,7 @@ REWRITES = r"""
 [,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|REAL)(?!CONDITION)[^,]* ->
 # \text{Answer}: 5, the answer is 5, \text{Cost: }5; but not \text{I and III only}
 ^\\text\{(?![^}]*\bno)[^}]*\b(?i:answer|total|only|therefore|is)[~:=,]*\}[~:=,]*(?=.) ->
-^\\text\{(?![^}]*\bno)[^}:]*(?::~*\}|\}:)~*(?=.) ->
+^LABEL~*(?!.*\\text)(?=.) ->
 # USD 18
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
 # \textbf{(E)}\ 5, (E) 5, C. x = 42, \text{C. Paris}
@@ -162,7 +170,8 @@ REWRITES = r"""
 °(?!~*\d) ->
 # 5:30\text{ p.m.}, 5:30 p.m., 5\text{ PM}, 5 PM
 ~*(?:\\text\{~*)?(?<!\\)\b(?i:([ap])\.~?m)\b\.?~*\}? -> \\text{\1m}
-~*\\text\{~*(?i:([ap])m)~*\}|(?<=\d)~*([AP])M\b -> \\text{\1\2m}
+~*\\text\{~*(?i:([ap])m)~*\} -> \\text{\1m}
+(?<=:\d\d)~*(?i:([ap])m)\b|(?<=\d)~([AP])M$ -> \\text{\1\2m}
 # 15\frac{\text{m}}{\text{s}}
 (?<=\d)~*\\d?frac\{~*(UNIT)~*\}\{~*(UNIT)~*\} -> \1/\2
 # 5\text{ cm}^2, 9\text{ m/s^2}, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
@@ -186,7 +195,7 @@ _~*(\w) -> _{\1}
 ((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
 \\hbar(?![a-z]) -> h_{bar}
 # \frac{dV}{dt}, \frac{\partial f}{\partial x}
-\\d?frac\{(?:d|\\partial)~*([a-zA-Z])\}\{(?:d|\\partial)~*([a-zA-Z])\} -> \1_{\2}
+\\[dtc]?frac\{(?:d|\\partial)~*(LETTER)\}\{(?:d|\\partial)~*(LETTER)\} -> \1_{\2}
 # f', y^{\prime\prime}, and A^T, which is no power
 \\prime~* -> '
 \^\{?('+)\}? -> \1

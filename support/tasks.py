@@ -237,8 +237,7 @@ def problem_of(row: dict[str, Any]) -> dict[str, str]:
             texts[column] = str(value).strip()
     text = texts["answer"] or texts["solution"]
     answer = final_answer(text).strip() or texts["answer"]
-    _, marker, line = text.rpartition("####")
-    if marker and "\n" in line.strip() and not last_box(text):
+    if re.search(r"####[*_ ]*[^\W\d_]{2}.*\n", text) and not last_box(text):
         answer = ""  # a heading in Markdown marks no answer
     return {
         "prompt": texts["prompt"] or texts["problem"] or texts["question"],

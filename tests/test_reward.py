@@ -262,7 +262,12 @@ x_5+x_6+x_7+x_8+x_9 == x₅+x₆+x₇+x₈+x₉
 1\le x\le3 == 3⩾x⩾1
 1\le x\le3 == 1⩽x⩽3
 2.75 == 2 3/4
-5,6,7 == 5\text{ decks},6\text{ Novels},7\text{ triplets}
+5,6,7 == 5\text{ decks},6\text{ in May},7\text{ after taxes}
+-2,3 == x=-2\text{ OR }x=3
+2^n == a_n = 2^n \text{ for all } n \geq 1
+10:45\text{ a.m.} == 10:45 am
+55 == S₁₀ = 55
+50 == \text{Area}=2\cdot25\text{ cm}^2=50\text{ cm}^2
 """
 for line in SPELLINGS.strip().splitlines():
     SAME_FORMULA.append(tuple(line.split(" == ")))
@@ -398,7 +403,11 @@ n\text{ is prime} != n\text{ is composite}
 5\text{ PM} != 5\text{ AM}
 12:00\text{ noon} != 12:00\text{ midnight}
 15\text{ April} != 15\text{ March}
-5\text{ minutes early} != 5\text{ minutes late}
+5\text{ m forward} != 5\text{ m backward}
+20 != \text{Decrease: }20
+5 != \text{At least: }5
+3 != x=-2\text{ OR }x=3
+3 != x=-2\text{ or maybe }x=3
 2\text{ hours }30\text{ minutes} != 3\text{ hours }20\text{ minutes}
 2 hours and 30 minutes != 5 hours and 12 minutes
 2h 30min != 3h 20min
