@@ -261,7 +261,7 @@ x_0+x_1+x_2+x_3+x_4 == x₀+x₁+x₂+x₃+x₄
 x_5+x_6+x_7+x_8+x_9 == x₅+x₆+x₇+x₈+x₉
 1\le x\le3 == 3⩾x⩾1
 1\le x\le3 == 1⩽x⩽3
-2.75 == 2 3/4
+2.75 == x = 2 3/4
 5,6,7 == 5\text{ decks},6\text{ in May},7\text{ after taxes}
 -2,3 == x=-2\text{ OR }x=3
 2^n == a_n = 2^n \text{ for all } n \geq 1
@@ -416,6 +416,7 @@ n\text{ is prime} != n\text{ is composite}
 9:00 != 10:00
 3:45\text{ p.m.} != 1:15\text{ p.m.}
 3200 != (3,\,200)
+25 != 5 10/2
 \frac{dy}{dx}=y != y=0
 \frac{dy}{dx}=2x != \frac{dx}{dt}=2x
 f(x)=x\text{ for all }x\ge0 != f(x)=x\text{ for all }x\le0
