@@ -33,13 +33,14 @@ NAMES = {
     "PART": r"(?:GROUP|MACRO[a-zA-Z]++~?|\([^()]*\)|[^=,;<>~(){}\\])*",
     # Not words that part two answers, as in x=-2\text{ or maybe }x=3.
     "MACRO": r"(?:(?<![^=])\\|\\(?!text\{[^{}]*\}~*[^=~^]))",
+    # What may be differentiated, as in \frac{d\theta}{dt}.
     "LETTER": r"[a-zA-Z]|\\[a-z]+",
     # What is in braces, three deep, and what LaTeX takes where there are none.
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
     "ARGUMENT": r"(\\[a-zA-Z]+|[^\\{}~])",
     # Commas within a number, which a list does not have.
     # Within brackets ,\, parts a pair: (3,\,200).
-    "COMMA": (r"\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\!|\{\}|\\,(?![^([{]*(?:[)\]]|\\\})))"),
+    "COMMA": r"\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\!|\{\}|\\,(?![^([{]*(?:[)\]]|\\\})))",
     # Commands that change the looks alone, and those that set words.
     "LOOKS": (
         r"left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|fbox|boxed|"
@@ -58,7 +59,7 @@ NAMES = {
     "WORD": r"(?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}",
     # Words that end in a colon.
     "LABEL": (
-        r"\\text\{(?![^}]*\b(?i:NONE|not?|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)"
+        r"\\text\{(?![^}]*\b(?i:NONE|no|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)"
     ),
     # A unit behind a number, with the dot or bracket and the power behind it.
     "UNIT": (
@@ -83,13 +84,14 @@ NAMES = {
         r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when|"
         r"twice|thrice|doubled|tripled|noon|midnight|(?:for|back)wards?"
     ),
+    # At the beginning of a text they make a date: 15\text{ April}.
     "MONTH": (
         r"january|february|march|april|may|june|july|august|"
         r"(?:sept|nov|dec)ember|october"
     ),
     # The usual range of a parameter, which may be left out.
     "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
-    # But not a part of it. From 0 or 1 on, or but for 0, is usual.
+    # What keeps it: a part of the range. From 0 or 1 on, or but for 0, is none.
     "CONDITION": (
         r"[^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|"
         r"\\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|"
