@@ -8,7 +8,7 @@ RUNS is a file of experiments/mismatch.py. It writes beside that file
     curves.png       accuracy by step where the objectives differ most
     light.md         all runs in tables: the name of RUNS
     pretrained.png   SmolLM2 with hot rollouts by step, if pretrained.jsonl is there
-    pretrained.md    all its runs in a table
+    pretrained.md    all its runs in a table, those of gpu/ in another
     objectives.png   what a token weighs in the gradient, by its ratio
 
 A score is the mean of a run's last three sampled held-out accuracies. A run has
@@ -278,9 +278,10 @@ def main() -> None:
     draw_weights(folder / "objectives.png")
     path.with_suffix(".md").write_text(text_of_laboratory(runs))
     print(table_of_differences(at_rate, MISMATCHES))
+    for of_smollm2 in folder.rglob("pretrained.jsonl"):
+        of_smollm2.with_suffix(".md").write_text(table_of_runs(read_runs(of_smollm2)))
     if (folder / "pretrained.jsonl").exists():
-        of_smollm2 = read_runs(folder / "pretrained.jsonl")
-        hot = select(of_smollm2, mismatch="T = 1.2")
+        hot = select(read_runs(folder / "pretrained.jsonl"), mismatch="T = 1.2")
         shown = [
             ("entropy, nats a token", "T = 1.2", "entropy"),
             ("reward", "T = 1.2", "reward"),
@@ -289,7 +290,6 @@ def main() -> None:
         ]
         objectives = names_in(hot, "objective", OBJECTIVES)
         draw_by_step(hot, objectives, shown, folder / "pretrained.png")
-        (folder / "pretrained.md").write_text(table_of_runs(of_smollm2))
 
 
 if __name__ == "__main__":

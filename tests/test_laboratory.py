@@ -296,7 +296,8 @@ def test_figures_are_made_of_whatever_runs_there_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["light", "pretrained", "first/mismatch", "first/pretrained"]
+    "name",
+    ["light", "pretrained", "gpu/pretrained", "first/mismatch", "first/pretrained"],
 )
 def test_the_committed_tables_are_those_of_the_committed_runs(name):
     path = runs.RESULTS / f"{name}.jsonl"
@@ -324,7 +325,10 @@ IN_THE_FIRST_TABLE = {
     **{name: name.lower() for name in ("OPMD", "REC", "BAPO", "M2PO", "SAPO")},
     "AsymRE": "asymre",
 }
-
+# Those that it leaves out lie between two of its columns.
+COLUMNS = [
+    name for name in mismatch.MISMATCHES if name not in ("T = 0.8", "T = 1.4", "lag 1")
+]
 
 OF_SMOLLM2 = {
     **{title: IN_THE_FIRST_TABLE[title] for title in [*IN_THE_FIRST_TABLE][:4]},
@@ -346,7 +350,9 @@ def at_the_rate():
 
 @cache
 def of_smollm2():
-    return runs.read_runs(runs.RESULTS / "pretrained.jsonl")
+    """Its runs. Where a GPU and a CPU made the same, the GPU's."""
+    of_cpu = runs.read_runs(runs.RESULTS / "pretrained.jsonl")
+    return of_cpu | runs.read_runs(runs.RESULTS / "gpu/pretrained.jsonl")
 
 
 def test_the_front_page_has_the_scores_of_the_committed_runs():
@@ -377,7 +383,7 @@ def scores_of(every, objective, kinds):
 @pytest.mark.parametrize("title", IN_THE_FIRST_TABLE)
 def test_the_first_table_has_the_mean_score_of_an_objective_on_each_kind_of_data(title):
     objective = IN_THE_FIRST_TABLE[title]
-    cells = scores_of(at_the_rate(), objective, mismatch.MISMATCHES)
+    cells = scores_of(at_the_rate(), objective, COLUMNS)
     assert is_a_row_of_the_page(title, cells)
 
 
