@@ -278,8 +278,8 @@ def main() -> None:
     draw_weights(folder / "objectives.png")
     path.with_suffix(".md").write_text(text_of_laboratory(runs))
     print(table_of_differences(at_rate, MISMATCHES))
-    for of_smollm2 in folder.rglob("pretrained.jsonl"):
-        of_smollm2.with_suffix(".md").write_text(table_of_runs(read_runs(of_smollm2)))
+    for found in folder.rglob("pretrained.jsonl"):
+        found.with_suffix(".md").write_text(table_of_runs(read_runs(found)))
     if (folder / "pretrained.jsonl").exists():
         hot = select(read_runs(folder / "pretrained.jsonl"), mismatch="T = 1.2")
         shown = [
