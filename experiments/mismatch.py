@@ -13,7 +13,7 @@ two parts have is made once. The parts:
     constants    one constant for all mismatches in place of e_B, three seeds: 126 runs
     own          the mean of the run's own e_B, and another run's e_B, step by step: 84
                  runs, which need those of P3O in `grid`
-    rates        two more learning rates where it matters, three seeds: 96 runs
+    rates        two more learning rates where it matters, three seeds: 132 runs
     heat         remedies for hot rollouts, three seeds: 81 runs
     neighbours   the objectives of papers that stand beside P3O's, and the two best of
                  five other statistics in place of e_B, three seeds; the other three
@@ -157,8 +157,12 @@ PARTS: dict[str, list[Cell]] = {
     "constants": at_rate(MISMATCHES, CONSTANTS, range(3)),
     "own": at_rate(MISMATCHES, (OWN_MEAN, YOKED), range(3)),
     # The grid has the rate between these two.
-    "rates": cells_of(SOME, MAIN[:4], range(3), learning_rate=1e-4)
-    + cells_of(SOME, MAIN[:4], range(3), learning_rate=4e-4),
+    "rates": [
+        cell
+        for rate in (1e-4, 4e-4)
+        for cell in cells_of(SOME, MAIN[:4], range(3), rate)
+        + cells_of(SOME[1:], ("p3o, e_B of responses", "rec"), range(3), rate)
+    ],
     "heat": at_rate((*HOT, "lag 4", "lag 16", "16 updates"), REMEDIES, range(3))
     + at_rate(HOT, [RAW], range(3)),
     # On fresh data all but AsymRE were P3O to the last digit, with the first seed.

@@ -15,7 +15,8 @@ A score is the mean of a run's last three sampled held-out accuracies. A run has
 collapsed, and has a star, if its last sampled accuracy is below half of its best, or if
 it stopped itself on a number that is not finite. ± is half of a 95% interval of a mean
 over seeds, by Student's t. Runs of one seed have the same problems in the same order,
-so objectives are compared seed by seed.
+so objectives are compared seed by seed, and on one machine: 129 runs of the neighbours
+were made on a GPU, and are compared with "p3o on a GPU", which itself is with "p3o".
 """
 
 import argparse
@@ -45,18 +46,18 @@ from experiments.runs import (
 from experiments.tokens import COMPARED, token_weights
 from support.command import run_script
 
-# Of scores.png: each from weak to strong, with its labels on the axis.
+# Of scores.png: each from weak to strong.
 STRENGTHS = {
-    "temperature of the rollouts": {
-        "T = 0.6": "0.6",
-        "T = 0.8": "0.8",
-        "on-policy": "1, fresh",
-        "T = 1.2": "1.2",
-        "T = 1.4": "1.4",
-        "T = 1.6": "1.6",
-    },
-    "lag, in steps": {"lag 1": "1", "lag 4": "4", "lag 16": "16"},
-    "updates on a batch": {"4 updates": "4", "16 updates": "16"},
+    "temperature of the rollouts": [
+        "T = 0.6",
+        "T = 0.8",
+        "on-policy",
+        "T = 1.2",
+        "T = 1.4",
+        "T = 1.6",
+    ],
+    "lag, in steps": ["lag 1", "lag 4", "lag 16"],
+    "updates on a batch": ["4 updates", "16 updates"],
 }
 # Of curves.png.
 SHOWN_BY_STEP = ("T = 1.6", "lag 16", "16 updates")
@@ -72,10 +73,13 @@ def names_in(runs: Runs, field: str, known: Iterable[str]) -> list[str]:
 
 
 def differences(runs: Runs, objective: str) -> dict[str, dict[int, float]]:
-    """P3O's score less this objective's, by mismatch and seed, where both have run."""
+    """P3O's score less this objective's, by mismatch and seed, where both have run.
+
+    A run on a GPU names the runs of P3O there: those it is compared with.
+    """
     found: dict[str, dict[int, float]] = {}
     for cell, run in select(runs, objective=objective).items():
-        p3o = runs.get(cell._replace(objective="p3o"))
+        p3o = runs.get(cell._replace(objective=run.get("beside", "p3o")))
         if p3o and objective != "p3o":
             found.setdefault(cell.mismatch, {})[cell.seed] = score(p3o) - score(run)
     return found
@@ -172,6 +176,8 @@ def text_of_laboratory(runs: Runs) -> str:
         __doc__[__doc__.index("A score is") :],
         "## P3O's score less that of another objective, over all mismatches",
         table_of_differences(at_rate, MISMATCHES),
+        "## The same over all but fresh data, which has one seed of the neighbours",
+        table_of_differences(at_rate, [*MISMATCHES][1:]),
         f"## The same over those that break: {'; '.join(BREAKING)}",
         table_of_differences(at_rate, BREAKING),
     ]
@@ -187,15 +193,15 @@ def text_of_laboratory(runs: Runs) -> str:
 
 def draw_scores(runs: Runs, path: Path) -> None:
     """A dot for each run, and a line through the means from weak to strong."""
-    widths = [len(labels) for labels in STRENGTHS.values()]
+    widths = [len(mismatches) for mismatches in STRENGTHS.values()]
     figure, axes = panels(
         len(STRENGTHS), sharey=False, gridspec_kw={"width_ratios": widths}
     )
-    for axis, (title, labels) in zip(axes, STRENGTHS.items(), strict=True):
+    for axis, (title, mismatches) in zip(axes, STRENGTHS.items(), strict=True):
         for objective in reversed(MAIN):  # P3O is on top.
             color = color_of(objective)
             means = {}
-            for place, mismatch in enumerate(labels):
+            for place, mismatch in enumerate(mismatches):
                 same = select(runs, objective=objective, mismatch=mismatch).values()
                 scores = [score(run) for run in same]
                 if scores:
@@ -204,8 +210,8 @@ def draw_scores(runs: Runs, path: Path) -> None:
                     )
                     means[place] = mean(scores)
             axis.plot(means.keys(), means.values(), "o-", color=color)
-        axis.set_xticks(range(len(labels)), list(labels.values()))
-        axis.set(xlabel=title, xlim=(-0.5, len(labels) - 0.5))
+        axis.set_xticks(range(len(mismatches)), mismatches)
+        axis.set(xlabel=title, xlim=(-0.5, len(mismatches) - 0.5))
     axes[0].set_ylabel("score: sampled accuracy")
     # Heat makes differences of 0.04, which the scale of the others would hide.
     for axis in axes[1:]:
@@ -235,13 +241,14 @@ def weight_by_ratio(
 def draw_weights(path: Path) -> None:
     """The weight at A = 1, above 0, and at A = -1, below; and the pull of P3O's KL."""
     figure, axes = panels(6)
-    shown = [
-        [("p3o", e_b) for e_b in (0.9, 0.5, 0.1)],
-        [(name, 1.0) for name in ("grpo", "dapo", "gspo")],
-        [(name, 1.0) for name in ("cispo", "tis", "sapo")],
-        [(name, 1.0) for name in ("m2po", "bapo", "a3po")],
-        [(name, 1.0) for name in ("reinforce", "rec", "asymre", "opmd")],
-    ]
+    others = (
+        ("grpo", "dapo", "gspo"),
+        ("cispo", "tis", "sapo"),
+        ("m2po", "bapo", "a3po"),
+        ("reinforce", "rec", "asymre", "opmd"),
+    )
+    shown = [[("p3o", e_b) for e_b in (0.9, 0.5, 0.1)]]
+    shown += [[(name, 1.0) for name in names] for names in others]
     for axis, curves in zip(axes, shown, strict=False):
         for style, (name, e_b) in zip(("-", "--", ":", "-."), curves, strict=False):
             look = {"linestyle": style, "color": color_of(name)}

@@ -264,6 +264,18 @@ def test_differences_are_taken_seed_by_seed_with_the_mismatches_fixed():
     assert (row["least"], row["most"]) == ("+0.100", "+0.300")
 
 
+def test_a_run_of_another_machine_is_compared_with_p3o_there():
+    found = laboratory()
+    cell = LAG._replace(objective="p3o on a GPU")
+    found[cell] = run_of(cell, 0.4, 0.6, 0.6, 0.6)
+    found[LAG._replace(objective="grpo 0.2")]["beside"] = cell.objective
+    # Of seed 0 0.6 - 0.7, where P3O has 0.9 here; of seed 1 0.7 - 0.7, as before.
+    by_seed = report.differences(found, "grpo 0.2")["lag 16"]
+    assert by_seed == pytest.approx({0: -0.1, 1: 0})
+    # 0.9 - 0.6
+    assert report.differences(found, cell.objective)["lag 16"][0] == pytest.approx(0.3)
+
+
 def test_a_table_of_scores_has_greedy_accuracy_and_a_star_at_a_collapse():
     row = row_of(report.table_of_scores(laboratory()), "p3o")
     # (0.9 + 0.7) / 2 is the score, and run_of's greedy accuracy is half of it.
