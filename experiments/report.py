@@ -15,8 +15,8 @@ A score is the mean of a run's last three sampled held-out accuracies. A run has
 collapsed, and has a star, if its last sampled accuracy is below half of its best, or if
 it stopped itself on a number that is not finite. ± is half of a 95% interval of a mean
 over seeds, by Student's t. Runs of one seed have the same problems in the same order,
-so objectives are compared seed by seed, and on one machine: 129 runs of the neighbours
-were made on a GPU, and are compared with "p3o on a GPU", which itself is with "p3o".
+so objectives are compared seed by seed. A run on a GPU that has P3O's runs there beside
+it is compared with those.
 """
 
 import argparse
@@ -132,8 +132,8 @@ def table_of_scores(runs: Runs) -> str:
 def table_of_runs(runs: Runs) -> str:
     """All measures, a row for each mismatch, learning rate and objective."""
     columns = (
-        "mismatch, rate, objective, seeds, score, P3O minus it, sampled, greedy, "
-        "entropy, mean e_B, least e_B, mean in its place, collapsed"
+        "mismatch, rate, objective, seeds, beside P3O on a GPU, score, P3O minus it, "
+        "sampled, greedy, entropy, mean e_B, least e_B, mean in its place, collapsed"
     )
     rows = [columns.split(", ")]
     for mismatch in names_in(runs, "mismatch", MISMATCHES):
@@ -152,7 +152,14 @@ def table_of_runs(runs: Runs) -> str:
                     [last(run, "heldout_greedy") for run in same],
                     [last(run, "entropy") for run in same],
                 ]
-                row = [mismatch, f"{rate:g}", objective, str(len(same))]
+                beside_gpu = sum("beside" in run for run in same)
+                row = [
+                    mismatch,
+                    f"{rate:g}",
+                    objective,
+                    f"{len(same)}",
+                    f"{beside_gpu}",
+                ]
                 row += map(text_of, measures)
                 row += [f"{mean(map(mean, ess)):.3f}", f"{min(least):.3f}"]
                 # What an objective had in place of e_B. Old runs do not say.
@@ -176,7 +183,7 @@ def text_of_laboratory(runs: Runs) -> str:
         __doc__[__doc__.index("A score is") :],
         "## P3O's score less that of another objective, over all mismatches",
         table_of_differences(at_rate, MISMATCHES),
-        "## The same over all but fresh data, which has one seed of the neighbours",
+        "## The same over all but fresh data, where neighbours have one seed",
         table_of_differences(at_rate, [*MISMATCHES][1:]),
         f"## The same over those that break: {'; '.join(BREAKING)}",
         table_of_differences(at_rate, BREAKING),
