@@ -20,7 +20,7 @@ from support.command import Stopped
 CHUNK = 1024  # response tokens whose logits exist at the same time
 # How far engine and policy may be apart after a sync, as mean |log pi_theta - log pi_b|
 # in nats a token. Measured were 7e-6 in float32, 0.03 in bfloat16, and in fp8 0.17 with
-# SmolLM2-135M and 0.22 with 1.5 billion random weights; the embedded policy has less.
+# SmolLM2-135M, 0.22 with 1.5 billion random weights, and less with the embedded policy.
 # One update of the embedded default makes about 0.001, and a layer without its weights
 # several nats.
 SYNC_LIMITS = {"float32 on a CPU": 1e-4, "bfloat16 or TF32": 0.15, "fp8": 0.4}

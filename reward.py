@@ -153,8 +153,9 @@ def score(
     module:name, a function of these lists that gives numbers in [0, 1]. With the first
     three a reward depends on its own response and answer alone.
 
-    Raises ValueError for lists of unequal lengths or another verifier, and RuntimeError
-    if formulas cannot be compared on this machine.
+    Raises ValueError for lists of unequal lengths, ValueError, ImportError or
+    AttributeError for a verifier that is not there, and RuntimeError if formulas cannot
+    be compared on this machine.
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
     return [float(verdict) for verdict in verify(responses, answers)]

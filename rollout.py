@@ -35,7 +35,7 @@ class Rollouts:
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without its end of sequence
     weight_version: str  # of the weights that sampled: the step they are from
-    gold: list[str] | None = None  # [P] the right answer to each prompt
+    gold: list[str] | None = None  # [P] the right answer to each prompt of the batch
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], the same for a response's tokens
 
@@ -75,6 +75,36 @@ def noise_seed(seed: int, place: int, samples: int) -> int:
     return random.Random(seed).getrandbits(31) + place * samples
 
 
+def free_shared_memory() -> None:
+    """Take the name from the memory that ranks of an engine share on a CPU.
+
+    They have found it by then. Without a name it is freed when the last of them ends,
+    and a later run finds none of it.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith("-cpushm"):
+            Path(line.split()[-1]).unlink(missing_ok=True)
+
+
+# What every engine asks of vLLM.
+OPTIONS = {
+    # log pi_b: after temperature, top-p and top-k.
+    "logprobs_mode": "processed_logprobs",
+    # The head in float32, as in Policy.
+    "hf_overrides": {"head_dtype": "float32"},
+    "distributed_executor_backend": "external_launcher",  # in this process
+    "trust_remote_code": False,
+    # transformers' files: Mistral's repositories have others, too.
+    "config_format": "hf",
+    "tokenizer_mode": "hf",
+    # vLLM only checks that this share is free, as kv_cache_memory_bytes sets the size.
+    "gpu_memory_utilization": 0.01,
+    # With it sampling is 1 to 5% faster, but paused engines lost tokens (vLLM's pull
+    # requests 23914 and 42042).
+    "async_scheduling": False,
+}
+
+
 class Engine:
     """A vLLM engine in this process, or split between `tp` neighboring ranks of a node.
 
@@ -86,6 +116,9 @@ class Engine:
     max_model_len is in tokens, and top_logprobs is K. Raises Refused where the KV cache
     is too small for one response, or weights and cache are larger than the free memory.
     """
+
+    asleep = False
+    show_progress = False  # a bar on stderr
 
     def __init__(
         self,
@@ -116,42 +149,24 @@ class Engine:
         cuda = torch.cuda.is_available()
         self.dtype = getattr(torch, dtype)
         self.quantization = quantization
-        self.show_progress = False  # a bar on stderr
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
-        self.asleep = False
         if cuda and dist.get_rank() == 0:
-            print(
-                "vLLM compiles and captures CUDA graphs: a minute or more", flush=True
-            )
+            print("vLLM prepares CUDA graphs: a minute or more", flush=True)
         try:
             self.llm = LLM(
                 model,
+                **OPTIONS,
                 load_format=load_format,
-                trust_remote_code=False,
-                # transformers' files: Mistral's repositories have others, too.
-                config_format="hf",
-                tokenizer_mode="hf",
                 dtype=dtype,
                 quantization=None if quantization == "none" else quantization,
-                distributed_executor_backend="external_launcher",  # in this process
                 tensor_parallel_size=tp,
-                # log pi_b: after temperature, top-p and top-k.
-                logprobs_mode="processed_logprobs",
                 max_logprobs=self.top_logprobs,
-                # The head in float32, as in Policy.
-                hf_overrides={"head_dtype": "float32"},
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
-                # vLLM only checks that this share is free, as the line above sets the
-                # size.
-                gpu_memory_utilization=0.01,
                 enforce_eager=not cuda,
-                # With it sampling is 1 to 5% faster, but paused engines lost tokens
-                # (vLLM's pull requests 23914 and 42042).
-                async_scheduling=False,
                 enable_sleep_mode=self.can_sleep,
                 use_tqdm_on_load=verbose,
                 # On a CPU vLLM cannot prefill in pieces where each request has a seed.
@@ -163,17 +178,12 @@ class Engine:
             about_memory = ("cache blocks", "kv cache", "free memory", "out of memory")
             if not any(words in str(error).lower() for words in about_memory):
                 raise
-            # What follows is vLLM's advice on settings that are fixed above.
-            reason, *_ = str(error).split(". ")
+            reason, *_ = str(error).split(". ")  # then vLLM's advice on other options
             hint = "; nvidia-smi shows what else uses the GPU" if cuda else ""
             raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}{hint}") from None
         if tp > 1 and not cuda:
-            # These ranks have found their shared memory by its name. Without a name it
-            # is freed when the last of them ends, and a later run finds none of it.
-            for line in Path("/proc/self/maps").read_text().splitlines():
-                if line.endswith("-cpushm"):
-                    Path(line.split(maxsplit=5)[5]).unlink(missing_ok=True)
-            # Nor is vLLM's queue between them used here. It frees its own.
+            free_shared_memory()
+            # Nor is vLLM's queue between these ranks used here. It frees its own.
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = self.llm.get_tokenizer()
 
@@ -213,7 +223,7 @@ class Engine:
             )
         # The engine answers the prompts of all ranks that share it.
         tp_group = distributed.get_tp_group()
-        requests_by_rank: list = [None] * tp_group.world_size
+        requests_by_rank = [None] * tp_group.world_size
         requests = list(zip(prompts, seeds, strict=True))
         dist.all_gather_object(requests_by_rank, requests, tp_group.cpu_group)
         all_requests = [request for rank in requests_by_rank for request in rank]
@@ -241,7 +251,7 @@ class Engine:
     def as_rollouts(self, outputs: list) -> Rollouts:
         """vLLM's RequestOutputs as one Rollouts.
 
-        Their log-probabilities are log pi_b, as __init__ asks for processed_logprobs.
+        Their log-probabilities are log pi_b, as OPTIONS asks for processed_logprobs.
         """
         prompts = [
             output.prompt_token_ids for output in outputs for _ in output.outputs

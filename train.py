@@ -90,8 +90,8 @@ def main() -> None:
         if is_due(SYNC_CHECK_EVERY, step, cfg):
             check_sync(engine, policy, run.train.prompts)
 
-        # 5 Save, evaluate, add a line to metrics.jsonl: means over the updates, of e_B
-        # too, but for the last two.
+        # 5 Save, evaluate, add a line to metrics.jsonl: means over the updates, but for
+        # the least e_B and the first update's mismatch.
         metrics = log.metrics_of(step, rollouts)
         for name in updates[0]:
             metrics[name] = fmean(stats[name] for stats in updates)

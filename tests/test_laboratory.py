@@ -353,6 +353,20 @@ IN_THE_FIRST_TABLE = {
 LEFT_OUT = ("T = 0.6", "T = 0.8", "T = 1.2", "T = 1.4", "lag 1")
 COLUMNS = [name for name in mismatch.MISMATCHES if name not in LEFT_OUT]
 
+CONSTANTS = {
+    "P3O, seeds 0 to 2": "p3o",
+    **{level: f"p3o, e_B = {level}" for level in ("0.8", "0.9", "0.97")},
+    "P3O's own mean": "p3o, own mean e_B",
+    "another seed's e_B": "p3o, yoked e_B",
+}
+PARTS_OF_P3O = {
+    "without its KL": "p3o, no KL",
+    "without its cap": "p3o, no cap",
+    "k3, unclamped, for the KL": "p3o, k3",
+    "`is`, unbiased, for the KL": "p3o, is",
+    **{name: name.lower() for name in ("DAPO", "GSPO", "CISPO", "TIS")},
+}
+AT_OTHER_RATES = {"T=1.6": "T = 1.6", "lag 16": "lag 16", "16 updates": "16 updates"}
 OF_SMOLLM2 = {
     **{title: IN_THE_FIRST_TABLE[title] for title in [*IN_THE_FIRST_TABLE][:4]},
     "P3O, e_B = 0.9": "p3o, e_B = 0.9",
@@ -391,12 +405,12 @@ def is_a_row_of_the_page(title, cells):
     return f"\n{row}\n" in PAGE.read_text()
 
 
-def scores_of(every, objective, kinds):
+def scores_of(every, objective, kinds, digits=2):
     """The cells of an objective: its mean score on each kind of data."""
     cells = []
     for name in kinds:
         same = runs.select(every, objective=objective, mismatch=name).values()
-        score = f"{statistics.mean(map(runs.score, same)):.2f}" if same else ""
+        score = f"{statistics.mean(map(runs.score, same)):.{digits}f}" if same else ""
         if 0 < len(same) < 3:
             score = f"({score})"
         cells.append(score + "*" * any(map(runs.collapsed, same)))
@@ -407,6 +421,58 @@ def scores_of(every, objective, kinds):
 def test_the_first_table_has_the_mean_score_of_an_objective_on_each_kind_of_data(title):
     objective = IN_THE_FIRST_TABLE[title]
     cells = scores_of(at_the_rate(), objective, COLUMNS)
+    assert is_a_row_of_the_page(title, cells)
+
+
+def of_three_seeds(every):
+    return {cell: run for cell, run in every.items() if cell.seed < 3}
+
+
+def less_p3o(objective, kinds):
+    """P3O's score less this objective's, over all of these kinds, by report.py."""
+    text = report.table_of_differences(at_the_rate(), kinds)
+    return row_of(text, objective)["P3O minus it"]
+
+
+@pytest.mark.parametrize("title", CONSTANTS)
+def test_the_table_of_constants_has_the_mean_scores_of_three_seeds(title):
+    every, objective = of_three_seeds(at_the_rate()), CONSTANTS[title]
+    apart = ("lag 4", "lag 16", "T = 1.2, lag 4", "16 updates", "4 minibatches")
+    eight = [name for name in mismatch.MISMATCHES if name not in (*apart, "4 updates")]
+    of_eight = [float(cell) for cell in scores_of(every, objective, eight, digits=9)]
+    cells = [f"{statistics.mean(of_eight):.3f}"]
+    cells += scores_of(every, objective, apart, digits=3)
+    if objective == "p3o":
+        cells.append("")
+    else:
+        # The page has the constant less P3O.
+        less = less_p3o(objective, mismatch.MISMATCHES)
+        cells.append(less.translate(str.maketrans("+-", "-+")))
+    assert is_a_row_of_the_page(title, cells)
+
+
+@pytest.mark.parametrize("title", PARTS_OF_P3O)
+def test_the_table_of_p3os_parts_has_what_each_is_worth(title):
+    objective = PARTS_OF_P3O[title]
+    cells = scores_of(at_the_rate(), objective, ("lag 4", "lag 16", "16 updates"))
+    less = less_p3o(objective, mismatch.BREAKING).removeprefix("+")
+    assert is_a_row_of_the_page(title, [*cells, less])
+
+
+@pytest.mark.parametrize("title", AT_OTHER_RATES)
+def test_the_table_of_learning_rates_has_three_seeds_at_each(title):
+    every = of_three_seeds(runs.read_runs(runs.RESULTS / "light.jsonl"))
+    cells = []
+    for objective in (*mismatch.MAIN[:4], "p3o, e_B of responses", "rec"):
+        of_rates = [
+            scores_of(
+                runs.select(every, learning_rate=rate),
+                objective,
+                [AT_OTHER_RATES[title]],
+            )[0]
+            for rate in (1e-4, 2e-4, 4e-4)
+        ]
+        cells.append(", ".join(of_rates))
     assert is_a_row_of_the_page(title, cells)
 
 
@@ -432,3 +498,27 @@ def test_the_intervals_on_the_page_are_of_tables_of_the_committed_runs():
     found = re.findall(r"\d\.\d+ ± \d\.\d+", " ".join(PAGE.read_text().split()))
     assert len(found) > 40
     assert [interval for interval in found if interval not in values] == []
+
+
+def intervals_without_0(objectives):
+    """How many intervals there are of P3O less these, without 0, and above 0."""
+    found = [
+        runs.interval(list(by_seed.values()))
+        for objective in objectives
+        for by_seed in report.differences(at_the_rate(), objective).values()
+        if len(by_seed) > 1
+    ]
+    sure = [middle for middle, half in found if abs(middle) > half]
+    return len(found), len(sure), sum(middle > 0 for middle in sure)
+
+
+def test_the_page_counts_the_intervals_that_exclude_0():
+    rivals = (*mismatch.RIVALS, mismatch.A3PO)
+    apart = (*rivals, *mismatch.STATISTICS, *mismatch.REMEDIES, mismatch.RAW)
+    others = [name for name in mismatch.OBJECTIVES if name not in ("p3o", *apart)]
+    text = " ".join(PAGE.read_text().split())
+    every, sure, above = intervals_without_0(others)
+    assert f"Of {every} intervals of P3O less another objective" in text
+    assert f"{sure} exclude 0, {above} for P3O" in text
+    every, sure, above = intervals_without_0(rivals)
+    assert f"Of {every} of neighbours and two statistics {sure} do, {above}" in text
