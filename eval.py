@@ -31,6 +31,7 @@ from support.command import (
     Count,
     Dtype,
     Flags,
+    Folder,
     PositiveAmount,
     PositiveCount,
     Probability,
@@ -67,7 +68,7 @@ class EvalConfig(Flags):
     """leave out prompts that leave no room for a response"""
     seed: Count = 0
     """of the sampling noise"""
-    out_dir: str = ""
+    out_dir: Folder = ""
     """where it writes; by default runs/eval- and the time"""
     dtype: Dtype = "auto"
     """the engine computes in it; auto: bfloat16 on CUDA, else float32"""

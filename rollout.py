@@ -81,8 +81,8 @@ def free_shared_memory() -> None:
     They have found it by then. Without a name it is freed when the last of them ends,
     and a later run finds none of it.
     """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith("-cpushm"):
+    for line in open("/proc/self/maps"):
+        if line.endswith("-cpushm\n"):
             Path(line.split()[-1]).unlink(missing_ok=True)
 
 
@@ -93,7 +93,6 @@ OPTIONS = {
     # The head in float32, as in Policy.
     "hf_overrides": {"head_dtype": "float32"},
     "distributed_executor_backend": "external_launcher",  # in this process
-    "trust_remote_code": False,
     # transformers' files: Mistral's repositories have others, too.
     "config_format": "hf",
     "tokenizer_mode": "hf",
@@ -140,8 +139,7 @@ class Engine:
             # vLLM reads the variable too late for some of its first messages.
             logging.getLogger("vllm").setLevel("ERROR")
             warnings.filterwarnings("ignore", category=FutureWarning)
-        # On a CPU this variable would override kv_cache_gb.
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would set kv_cache_gb.
         # Not at the top of the file: it takes seconds, and reads the variables above.
         from transformers import AutoConfig
         from vllm import LLM, distributed
@@ -158,6 +156,7 @@ class Engine:
             self.llm = LLM(
                 model,
                 **OPTIONS,
+                trust_remote_code=False,
                 load_format=load_format,
                 dtype=dtype,
                 quantization=None if quantization == "none" else quantization,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from support.command import Flags, Refused, Stopped
 from support.config import MAY_DIFFER, Config
@@ -50,7 +50,10 @@ def check_out_dir(cfg: Config) -> None:
         return check_free(cfg.out_dir)
     out = Path(cfg.out_dir)
     if not cfg.out_dir or not checkpoints(out):
-        raise Refused(f"--resume: out_dir {cfg.out_dir!r} has no complete checkpoint")
+        raise Refused(
+            f"--resume: out_dir {cfg.out_dir!r} has no complete checkpoint: remove the "
+            "folder or choose another, and begin without --resume"
+        )
     stored = json.loads((out / "config.json").read_text())
     done = step_of(checkpoints(out)[-1])
     if cfg.steps < done:
@@ -248,12 +251,19 @@ def save_model(
         return
     unfinished = folder.with_name("model.unfinished")
     try:
-        model.generation_config.validate(strict=True)
-    except ValueError:
-        # It came with a temperature or top-p, but without do_sample, as Vicuna does.
-        # transformers would not save that.
-        model.generation_config.do_sample = True
-    try:
+        generation = model.generation_config
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            # It came with a temperature or top-p, but without do_sample, as Vicuna
+            # does. transformers would not save that.
+            generation.do_sample = True
+        try:
+            generation.validate(strict=True)
+        except ValueError:  # nor other mistakes, as the -1 for padding of old LLaMAs
+            model.generation_config = GenerationConfig(
+                eos_token_id=generation.eos_token_id
+            )
         model.save_pretrained(unfinished, state_dict=kept)
         for file in unfinished.glob("*.safetensors"):  # safetensors lets no other read.
             file.chmod((unfinished / "config.json").stat().st_mode)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 Count = Annotated[int, Field(ge=0)]
@@ -26,6 +26,7 @@ PositiveAmount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
+Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
 # A number where it can be one.
 Number = Annotated[float, Field(allow_inf_nan=False)]
 NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
@@ -44,6 +45,7 @@ class Flags(BaseSettings):
 
     model_config = SettingsConfigDict(
         extra="forbid",
+        case_sensitive=True,
         use_attribute_docstrings=True,
         cli_implicit_flags=True,  # --resume and --no-resume
     )

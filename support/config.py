@@ -14,6 +14,7 @@ from support.command import (
     Count,
     Dtype,
     Flags,
+    Folder,
     NumberOrText,
     PositiveAmount,
     PositiveCount,
@@ -42,7 +43,7 @@ class Config(Flags):
     """the initial policy: a model folder or a hub name"""
     task: str = "tiny"
     """a name of support/tasks.py, a JSONL file or folder, or a hub dataset"""
-    out_dir: str = ""
+    out_dir: Folder = ""
     """where the run writes; by default runs/ and the time"""
 
     # The objective

@@ -17,6 +17,7 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
+from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
 # What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, the
 # base of a numeral, a ratio of three, [5], which is no 5, a time of the day, and words
@@ -28,6 +29,8 @@ UNREADABLE = re.compile(
 )
 POWER = re.compile(r"\^\{[^{}]*\}$")
 MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
+# Functions of something that has no value, which an answer may give one: f(3), |z|.
+OF_A_NAME = AppliedUndef, TrigonometricFunction, sympy.Abs, sympy.floor
 NOT_FINITE = sympy.oo, sympy.zoo, sympy.nan
 DIGITS = 1000  # with which numbers that are not rational are compared
 
@@ -122,14 +125,17 @@ def same(a: Any, b: Any) -> bool:
 
 
 def value_of(said: Any) -> Any:
-    r"""18 for x = 18, AB = 18, f(3) = 18, 9+9 = 18; the pair for (x, y) = (1, 2)."""
+    r"""18 for x = 18, m+n = 18, AB = 18, f(3) = 18, |z| = 18, 9+9 = 18; the pair for
+    (x, y) = (1, 2)."""
     if not isinstance(said, sympy.Eq):
         return said
     left, right = said.args
-    is_name = re.fullmatch(r"[A-Z](\*[A-Z])+|1/\w\(.*\)", str(left))  # or f^{-1}(3)
+    # m is of m\angle ABC; the other is f^{-1}(3).
+    is_name = re.fullmatch(r"[A-Z](\*[A-Zm])+|1/\w\(.*\)", str(left))
+    is_sum = all(part.is_Symbol for part in sympy.Add.make_args(left))
     # Whoever writes (y, x) = (1, 2) does not mean the pair (1, 2).
     is_pair = isinstance(left, sympy.Tuple) and list(left) == sorted(left, key=str)
-    if left.is_Symbol or isinstance(left, AppliedUndef) or is_name or is_pair:
+    if isinstance(left, OF_A_NAME) or is_name or is_sum or is_pair:
         return parts_of(right)
     if right.is_Symbol:
         return left

@@ -90,7 +90,7 @@ NAMES = {
         r"(?:sept|nov|dec)ember|october"
     ),
     # The usual range of a parameter, which may be left out.
-    "REAL": r",[a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
+    "REAL": r"[,(][a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
     # What keeps it: a part of the range. From 0 or 1 on, or but for 0, is none.
     "CONDITION": (
         r"[^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|"
@@ -172,7 +172,6 @@ REWRITES = r"""
 °(?!~*\d) ->
 # 5:30\text{ p.m.}, 5:30 p.m., 5\text{ PM}, 5 PM
 ~*(?:\\text\{~*)?(?<!\\)\b(?i:([ap])\.~?m)\b\.?~*\}? -> \\text{\1m}
-~*\\text\{~*(?i:([ap])m)~*\} -> \\text{\1m}
 (?<=:\d\d)~*(?i:([ap])m)\b|(?<=\d)~([AP])M$ -> \\text{\1\2m}
 # 15\frac{\text{m}}{\text{s}}
 (?<=\d)~*\\d?frac\{~*(UNIT)~*\}\{~*(UNIT)~*\} -> \1/\2
@@ -193,9 +192,8 @@ _~*(\w) -> _{\1}
 \\varnothing -> \\emptyset
 \\varepsilon -> \\epsilon
 \\not~*= -> \\ne~
-# I_1, e_1, which are no constants; \hbar
+# I_1, e_1, which are no constants
 ((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
-\\hbar(?![a-z]) -> h_{bar}
 # \frac{dV}{dt}, \frac{\partial f}{\partial x}
 \\[dtc]?frac\{(?:d|\\partial)~*(LETTER)\}\{(?:d|\\partial)~*(LETTER)\} -> \1_{\2}
 # f', y^{\prime\prime}, and A^T, which is no power

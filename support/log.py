@@ -122,7 +122,11 @@ class Log:
         step, now = metrics["step"], time.perf_counter()
         if 0 < step == self.done:
             # Of a resumed run: the line may be there, or the run was killed before it.
-            keep_steps(self.out / "metrics.jsonl", step - 1)
+            path = self.out / "metrics.jsonl"
+            written = json.loads(path.read_text().splitlines()[-1])
+            if written["step"] == step:
+                metrics = written | metrics  # It may have been evaluated as its last.
+            keep_steps(path, step - 1)
         append_row(self.out / "metrics.jsonl", metrics)
         columns = [f"step {step:4d}"]
         if step > 0:

@@ -63,6 +63,12 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
             f"{model}: its tokenizer has {tokenizer.vocab_size} tokens, and the model "
             f"only {text_config.vocab_size} embeddings: are both of the same model?"
         )
+    for token, number in tokenizer.get_added_vocab().items():
+        if number >= text_config.vocab_size and token in str(tokenizer.chat_template):
+            raise Refused(
+                f"{model}: its chat template has {token}, token {number}, and the "
+                f"model only {text_config.vocab_size} embeddings: resize them"
+            )
     check_weights(model, config)
     return tokenizer, text_config
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
-from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
 from reward import (
@@ -72,6 +71,12 @@ TASKS = {
 }
 
 
+# Endings of what is a file, and no dataset of the hub.
+FILES = "jsonl?|csv|parquet|gz|txt"
+# Columns with a part of a problem that would be left out.
+MORE = ("choices", "options", "context", "passage", "article", "body")
+
+
 @functools.cache
 def task_of(name_or_path: str) -> Task:
     """The task of that name in TASKS, or that the user's own data are.
@@ -90,7 +95,7 @@ def task_of(name_or_path: str) -> Task:
         train, heldout = path / "train.jsonl", path / "heldout.jsonl"
     elif path.is_file():
         train = heldout = path
-    elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)", name_or_path):
+    elif re.fullmatch(rf"\w[\w.-]*/(?!.*\.({FILES})$)\w[\w.-]*", name_or_path):
         return Task(f"{name_or_path} train", f"{name_or_path} test")
     else:
         raise Refused(
@@ -150,7 +155,7 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
             kept.append(problem)
             continue
         if not problem["prompt"]:
-            reason = "no problem"
+            reason = f"no problem, or one with {', '.join(MORE)}, which are not read"
         elif not gold:
             reason = "no answer, as text or number"
         elif len(gold) > MAX_LENGTH:
@@ -216,7 +221,11 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
     try:
         rows = load_dataset(hub_id, *configuration, split=split)
     except Exception as error:  # its kinds are many, from the network's to the hub's
-        raise Refused(f"{source} cannot be loaded: {one_line(error)}") from None
+        raise Refused(
+            f"{source} cannot be loaded: {one_line(error)}; there is no such file or "
+            "folder here, and other splits can be saved as train.jsonl and "
+            "heldout.jsonl in a folder (recipes/README.md)"
+        ) from None
     # AMO-Bench marks answers that only a reader can judge.
     return {
         number: row
@@ -228,7 +237,8 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
 def problem_of(row: dict[str, Any]) -> dict[str, str]:
     """The problem of a row and its gold answer, "" for what it lacks.
 
-    The answer may be marked, as in a worked solution.
+    The answer may be marked, as in a worked solution. A problem that is more than a
+    text, such as one with choices, is none.
     """
     texts = defaultdict(str)
     for column, value in row.items():
@@ -237,6 +247,10 @@ def problem_of(row: dict[str, Any]) -> dict[str, str]:
             texts[column] = str(value).strip()
     text = texts["answer"] or texts["solution"]
     answer = final_answer(text).strip() or texts["answer"]
+    if "\n" in answer and "\\begin" not in answer:
+        answer = ""  # a worked solution that marks none
+    if any(map(row.get, MORE)):
+        texts.clear()
     _, marker, rest = text.rpartition("####")
     begins_with_words = re.match(r"[*_ ]*[^\W\d_]{2}.*\n", rest)
     if marker and begins_with_words and not last_box(text):
@@ -308,6 +322,11 @@ def load_split(
         encode_prompt(tokenizer, problem["prompt"], task.instruction)
         for problem in problems
     ]
+    if len({*map(tuple, prompts)}) == 1 < len({each["prompt"] for each in problems}):
+        raise Refused(
+            "the model's chat template makes one prompt of all problems: it is not one "
+            "for texts"
+        )
     kept = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
     dropped = len(prompts) - len(kept)
     if dropped:
@@ -380,7 +399,7 @@ def encode_prompt(
             # A template that prints the date prints the same one in every run.
             strftime_now=datetime(2026, 1, 1).strftime,
         )
-    except TemplateError as error:
+    except Exception as error:  # the template may raise any
         raise Refused(f"the model's chat template fails: {one_line(error)}") from None
 
 

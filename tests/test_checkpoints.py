@@ -1,5 +1,6 @@
 """Checkpoints, the log and the model: whole on the disk, whenever a save ends."""
 
+import json
 import re
 import resource
 import shutil
@@ -229,6 +230,16 @@ def test_a_model_that_came_with_a_temperature_can_be_written(group, tmp_path):
     assert saved.generation_config.do_sample
 
 
+def test_a_model_whose_generation_config_is_invalid_can_be_written(group, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained("tiny")
+    model.generation_config.pad_token_id = -1  # as in early LLaMAs
+    end = model.generation_config.eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    save_model(model, model.state_dict().items(), tokenizer, tmp_path / "model")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config
+    assert (saved.eos_token_id, saved.pad_token_id) == (end, None)
+
+
 def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_modes(
     group, tmp_path
 ):
@@ -321,8 +332,9 @@ def test_the_seconds_of_a_phase_add_up_within_a_step(group, tmp_path, monkeypatc
 def test_a_line_has_the_seconds_of_its_step_and_the_time_left_of_a_resumed_run(
     group, tmp_path, monkeypatch, capsys
 ):
-    for name in "metrics.jsonl", "samples.jsonl":
-        (tmp_path / name).write_text("")
+    evaluated = {"heldout_pass@1": 0.5, "heldout_greedy": 0.25}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3} | evaluated) + "\n")
+    (tmp_path / "samples.jsonl").write_text("")
     # It was evaluated at 1000 s, and step 4 took 300 s, step 5 500 s. Four are left.
     clock = iter([0, 1000, 1300, 1800])
     monkeypatch.setattr(
@@ -334,6 +346,10 @@ def test_a_line_has_the_seconds_of_its_step_and_the_time_left_of_a_resumed_run(
         log.write({"step": step, **row})
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("  500.0 s  27 min left")  # 4 times 400 s
+    # Step 3 was the last before, and what it was evaluated to stays.
+    rows = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    assert rows[0].items() >= (row | evaluated).items()
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def test_what_a_flag_is_taken_for(flags, fields):
     assert {name: getattr(cfg, name) for name in fields} == fields
 
 
+@pytest.mark.parametrize("kind", [Config, EvalConfig])
+def test_the_home_folder_is_what_a_shell_would_take_it_for(kind, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    cfg = parse_flags(kind, ["--out_dir=~/runs/x"])
+    assert cfg.out_dir == "/home/someone/runs/x"
+
+
 def test_several_tasks_are_given_with_commas():
     assert parse_flags(EvalConfig, ["--task=gsm8k,math"]).task == ["gsm8k", "math"]
 
@@ -118,6 +125,7 @@ def test_several_tasks_are_given_with_commas():
         ("--resume=maybe", "ignored explicit argument 'maybe'"),
         ("--lerning_rate=1e-4", "unrecognized arguments: --lerning_rate=1e-4"),
         ("--learning=1e-4", "unrecognized arguments: --learning=1e-4"),
+        ("--Steps=4", "unrecognized arguments: --Steps=4"),
         ("--config=missing.yaml", "--config missing.yaml is no YAML file of fields"),
         ("--config=tests", "--config tests is no YAML file of fields"),
         ("--objective_args=eps", "objective_args"),

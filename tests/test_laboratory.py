@@ -380,9 +380,13 @@ KINDS_OF_SMOLLM2 = [
 
 
 @cache
+def of_the_laboratory():
+    return runs.read_runs(runs.RESULTS / "light.jsonl")
+
+
+@cache
 def at_the_rate():
-    every = runs.read_runs(runs.RESULTS / "light.jsonl")
-    return runs.select(every, learning_rate=LEARNING_RATE)
+    return runs.select(of_the_laboratory(), learning_rate=LEARNING_RATE)
 
 
 @cache
@@ -461,7 +465,7 @@ def test_the_table_of_p3os_parts_has_what_each_is_worth(title):
 
 @pytest.mark.parametrize("title", AT_OTHER_RATES)
 def test_the_table_of_learning_rates_has_three_seeds_at_each(title):
-    every = of_three_seeds(runs.read_runs(runs.RESULTS / "light.jsonl"))
+    every = of_three_seeds(of_the_laboratory())
     cells = []
     for objective in (*mismatch.MAIN[:4], "p3o, e_B of responses", "rec"):
         of_rates = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, refusal_of
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import eval
 import train
@@ -193,6 +194,13 @@ def with_a_pointer_for_a_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(POINTER)
 
 
+def with_a_token_that_has_no_embedding(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens("<new>")  # 20, behind the 20 that there are
+    tokenizer.chat_template = "<new>{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     "damage, sentence",
     [
@@ -200,6 +208,7 @@ def with_a_pointer_for_a_tokenizer(folder: Path) -> None:
         (without_config, "has no config.json of a model: an adapter (LoRA)"),
         (lambda folder: (folder / "metrics.jsonl").touch(), "a run has model/ when"),
         (with_a_pointer_for_a_tokenizer, "a folder or on the hub: Expecting value"),
+        (with_a_token_that_has_no_embedding, "has <new>, token 20, and the model only"),
     ],
 )
 def test_what_is_no_model_folder_is_refused(

@@ -247,6 +247,11 @@ x>2 == \{x\in\mathbb{R} \mid x>2\}
 \mathbb{R} == \text{all reals}
 y''+y'=0 == y^{\prime\prime}+y^\prime=0
 18 == \angle A = 18^\circ
+18 == m\angle ABC = 18^\circ
+18 == m+n = 18
+18 == |z| = 18
+\frac12 == \sin\theta = \frac12
+k\pi == x = k\pi \quad (k \in \mathbb{Z})
 5:30\text{ p.m.} == 5:30 PM
 9\text{ a.m.} == 9\text{ A.M.}
 8\pi == \frac{dV}{dt}=8\pi
@@ -272,6 +277,9 @@ x_5+x_6+x_7+x_8+x_9 == x₅+x₆+x₇+x₈+x₉
 for line in SPELLINGS.strip().splitlines():
     SAME_FORMULA.append(tuple(line.split(" == ")))
 ANOTHER_FORMULA = [
+    ("12", r"1 \quad 2", r"1\,\,2"),
+    # What is asked for may stand on the left, but not what it is computed from.
+    ("18", "x+1=18", "x-y=18", "2x+y=18", "xy=18", "x^2=18", "e^x=18", r"2\sin x=18"),
     ("18", "-18", "0.18"),
     ("5", ".5"),
     ("100000000", "100000001"),
@@ -391,6 +399,7 @@ P(X=2)=\frac12 != P(X=3)=\frac12
 \begin{cases}x=1\\y=2\end{cases} != \begin{cases}x=3\\y=2\end{cases}
 x=1\quad y=2 != x=3\quad y=2
 k\pi,k\in\mathbb{Z} != k\pi,k\in\mathbb{N}
+k\pi != k\pi \quad (k \in \mathbb{N})
 f(x)=x\text{ for all }x>0 != f(x)=x\text{ for all }x<0
 n\text{ is prime} != n\text{ is composite}
 2\text{ (max)} != 2\text{ (min)}
@@ -901,10 +910,13 @@ BAD_FILES = [
     ('{"prompt": "1+1", "answer": "}{"}\n', "1 of the 1 rows"),
     (
         '{"answer": "2"}\n' + f'{{"prompt": "1+1", "answer": "{"2" * 301}"}}\n' * 5,
-        "6 of the 6 .*row 1: no problem; row 2: an answer of over 300 char.*row 5: "
+        "6 of the 6 .*row 1: no problem, .*; row 2: an answer of over 300 char.*row 5: "
         r"[^;]*: correct.*its columns are answer, prompt; read are prompt, problem or",
     ),
     ('{"prompt": "1+1", "solution": "It is 2."}\n', "1 of the 1 rows"),
+    # A worked solution that marks no answer, and a problem that is more than a text.
+    ('{"prompt": "1+1", "answer": "1 and 1\\nare 2."}', "row 1: no answer, as text"),
+    ('{"question": "Which?", "choices": ["4", "7"], "answer": "7"}', "with choices, "),
 ]
 
 
@@ -928,6 +940,7 @@ def test_a_gold_number_and_a_date_stay_as_they_are_written(number, tmp_path):
     "name, split, message",
     [
         ("gsm9k", "train", "no task 'gsm9k': .*tiny, gsm8k, math"),
+        ("data/x.parquet", "train", "no task 'data/x.parquet'"),
         ("nosuch/file.jsonl", "train", "no task 'nosuch/file.jsonl'"),
         ("aime2024", "train", "'aime2024' has no split 'train'"),
         ("tiny", "test", "'tiny' has no split 'test'"),
@@ -1050,6 +1063,8 @@ def test_a_tokenizer_that_knows_characters_and_few_words_is_refused():
 def test_a_chat_template_that_fails_is_refused(split_of):
     with pytest.raises(Refused, match="the model's chat template fails: no user"):
         split_of("1+1", template="{{ raise_exception('no user') }}")
+    with pytest.raises(Refused, match="one prompt of all problems"):
+        split_of("1+1", "2+2", template="{{ messages[0]['content']['text'] }}:")
 
 
 @pytest.mark.parametrize(
