@@ -276,9 +276,10 @@ class PreparedRun:
 def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
     """The model's tokenizer, the problems to train on, and those held out.
 
-    The last value is how many tokens the engine needs: those of the longest prompt and
-    max_response_tokens. Raises Refused if there is no such model or task, or if a
-    prompt does not fit and may not be dropped, or if none is left.
+    On a CPU it may lower micro_batch_tokens. The last value is how many tokens the
+    engine needs: those of the longest prompt and max_response_tokens. Raises Refused if
+    there is no such model or task, or if a prompt does not fit and may not be dropped,
+    or if none is left.
     """
     tokenizer, config = check_model(cfg.model, cfg.rollout_tp, to_train=True)
     if not (torch.cuda.is_available() or cfg.gradient_checkpointing):
