@@ -139,7 +139,7 @@ class Engine:
             # vLLM reads the variable too late for some of its first messages.
             logging.getLogger("vllm").setLevel("ERROR")
             warnings.filterwarnings("ignore", category=FutureWarning)
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would set kv_cache_gb.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It overrides kv_cache_gb.
         # Not at the top of the file: it takes seconds, and reads the variables above.
         from transformers import AutoConfig
         from vllm import LLM, distributed

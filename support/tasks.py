@@ -143,6 +143,8 @@ def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
     golds = [problem["answer"] for problem in problems]
     accepted = golds  # What a verifier of the user's own can read, it alone knows.
     if task.verifier in VERIFIERS:
+        # Several lines, but for a matrix, are a worked solution that marks no answer.
+        golds = ["" if re.match(r"(?!.*\\begin).+\n", gold) else gold for gold in golds]
         responses = [rf"\boxed{{{gold}}} {gold}" for gold in golds]
         accepted = score_checked(responses, golds, task.verifier)
     else:
@@ -247,8 +249,6 @@ def problem_of(row: dict[str, Any]) -> dict[str, str]:
             texts[column] = str(value).strip()
     text = texts["answer"] or texts["solution"]
     answer = final_answer(text).strip() or texts["answer"]
-    if "\n" in answer and "\\begin" not in answer:
-        answer = ""  # a worked solution that marks none
     if any(map(row.get, MORE)):
         texts.clear()
     _, marker, rest = text.rpartition("####")

@@ -876,7 +876,7 @@ def of_length(responses: list[str], golds: list[str]) -> list[float]:
 def test_a_verifier_may_be_ones_own_and_its_errors_are_a_sentence_with_the_response(
     split_of,
 ):
-    split = split_of("1234", "56", verifier="test_reward:of_length")
+    split = split_of("1234", "56", "7\n8", verifier="test_reward:of_length")
     assert split.score([0, 1], ["12", "1234", "", "5"]) == [0.5, 1.0, 0.0, 0.5]
     sentence = "test_reward:of_length fails on the response '123' with the gold answer"
     with pytest.raises(Stopped, match=f"{sentence} '56': it gave .1.5."):
@@ -915,7 +915,7 @@ BAD_FILES = [
     ),
     ('{"prompt": "1+1", "solution": "It is 2."}\n', "1 of the 1 rows"),
     # A worked solution that marks no answer, and a problem that is more than a text.
-    ('{"prompt": "1+1", "answer": "1 and 1\\nare 2."}', "row 1: no answer, as text"),
+    ('{"prompt": "1+1", "answer": "1 and 1\\nare 2."}', "row 1: '1 and 1.* can read"),
     ('{"question": "Which?", "choices": ["4", "7"], "answer": "7"}', "with choices, "),
 ]
 
