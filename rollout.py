@@ -82,8 +82,8 @@ def free_shared_memory() -> None:
     and a later run finds none of it.
     """
     for line in open("/proc/self/maps"):
-        if line.endswith("-cpushm\n"):
-            Path(line.split()[-1]).unlink(missing_ok=True)
+        if "-cpushm" in line:  # /dev/shm/...-cpushm_0, of rank 0
+            Path(line.split()[5]).unlink(missing_ok=True)
 
 
 # What every engine asks of vLLM.
