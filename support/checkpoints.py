@@ -250,20 +250,19 @@ def save_model(
     if dist.get_rank() > 0:
         return
     unfinished = folder.with_name("model.unfinished")
+    generation = model.generation_config
     try:
-        generation = model.generation_config
-        try:
-            generation.validate(strict=True)
-        except ValueError:
-            # It came with a temperature or top-p, but without do_sample, as Vicuna
-            # does. transformers would not save that.
-            generation.do_sample = True
-        try:
-            generation.validate(strict=True)
-        except ValueError:  # nor other mistakes, as the -1 for padding of old LLaMAs
-            model.generation_config = GenerationConfig(
-                eos_token_id=generation.eos_token_id
-            )
+        generation.validate(strict=True)
+    except ValueError:
+        # It came with a temperature or top-p, but without do_sample, as Vicuna does.
+        # transformers would not save that.
+        generation.do_sample = True
+    try:
+        generation.validate(strict=True)
+    except ValueError:  # nor other mistakes, as the -1 for padding of old LLaMAs
+        end = generation.eos_token_id
+        model.generation_config = GenerationConfig(eos_token_id=end)
+    try:
         model.save_pretrained(unfinished, state_dict=kept)
         for file in unfinished.glob("*.safetensors"):  # safetensors lets no other read.
             file.chmod((unfinished / "config.json").stat().st_mode)

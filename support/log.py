@@ -120,14 +120,14 @@ class Log:
         if dist.get_rank() > 0:
             return
         step, now = metrics["step"], time.perf_counter()
+        path = self.out / "metrics.jsonl"
         if 0 < step == self.done:
             # Of a resumed run: the line may be there, or the run was killed before it.
-            path = self.out / "metrics.jsonl"
             written = json.loads(path.read_text().splitlines()[-1])
             if written["step"] == step:
                 metrics = written | metrics  # It may have been evaluated as its last.
             keep_steps(path, step - 1)
-        append_row(self.out / "metrics.jsonl", metrics)
+        append_row(path, metrics)
         columns = [f"step {step:4d}"]
         if step > 0:
             columns.append(f"reward {metrics['reward']:.3f}")

@@ -249,16 +249,12 @@ def problem_of(row: dict[str, Any]) -> dict[str, str]:
             texts[column] = str(value).strip()
     text = texts["answer"] or texts["solution"]
     answer = final_answer(text).strip() or texts["answer"]
-    if any(map(row.get, MORE)):
-        texts.clear()
     _, marker, rest = text.rpartition("####")
     begins_with_words = re.match(r"[*_ ]*[^\W\d_]{2}.*\n", rest)
     if marker and begins_with_words and not last_box(text):
         answer = ""  # a heading in Markdown marks no answer
-    return {
-        "prompt": texts["prompt"] or texts["problem"] or texts["question"],
-        "answer": answer,
-    }
+    prompt = texts["prompt"] or texts["problem"] or texts["question"]
+    return {"prompt": "" if any(map(row.get, MORE)) else prompt, "answer": answer}
 
 
 class Split(NamedTuple):
