@@ -94,9 +94,11 @@ def test_a_run_of_smollm2_is_the_recipe_but_for_what_its_cell_says():
 
 def test_the_grid_of_smollm2_has_a_task_of_its_own_and_fresh_data_first():
     grid = pretrained.PARTS["grid"]
-    assert len(grid) == 3 + 4 * 6 * 3
-    configs = [config_of(pretrained.command_of(cell, "smollm2")) for cell in grid[:27]]
-    assert [cfg.lag for cfg in configs] == [0] * 3 + [4] * 6 + [0] * 12 + [16] * 6
+    assert len(grid) == 6 * 6 * 3
+    configs = [config_of(pretrained.command_of(cell, "smollm2")) for cell in grid[:36]]
+    lags = [0] * 6 + [4] * 6 + [0] * 12 + [16] * 6 + [0] * 6
+    assert [cfg.lag for cfg in configs] == lags
+
     assert {cfg.task for cfg in configs} == {"recipes/formulas"}
 
 
