@@ -183,8 +183,6 @@ def text_of_laboratory(runs: Runs) -> str:
         __doc__[__doc__.index("A score is") :],
         "## P3O's score less that of another objective, over all mismatches",
         table_of_differences(at_rate, MISMATCHES),
-        "## The same over all but fresh data, where neighbours have fewer seeds",
-        table_of_differences(at_rate, [*MISMATCHES][1:]),
         f"## The same over those that break: {'; '.join(BREAKING)}",
         table_of_differences(at_rate, BREAKING),
     ]
