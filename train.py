@@ -156,7 +156,7 @@ def update(
         statistics = {
             "loss": loss.detach(),
             "kl": kl.detach(),
-            "above_ess": (log_ratio.exp() > e_b).double(),
+            "above_ess": log_ratio.exp() > e_b,
             "mismatch_mean": log_ratio.abs(),
         }
         for name, of_tokens in statistics.items():
