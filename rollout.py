@@ -232,23 +232,24 @@ class Engine:
         own = range(first, first + len(prompts))
         # Where a CPU has AMX but not for fp16, as Sapphire Rapids, torch multiplies fp8
         # by oneDNN's plain loops, which are 60 times slower than torch's own way.
-        with torch.backends.mkldnn.flags(enabled=self.quantization == "none"):
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
-                [
-                    SamplingParams(
-                        n=n,
-                        seed=seed % 2**31,
-                        # For this rank's own prompts alone, as they take 2 KB a token.
-                        logprobs=self.top_logprobs if i in own else None,
-                        flat_logprobs=True,
-                        detokenize=False,
-                        **sampling,
-                    )
-                    for i, (_, seed) in enumerate(all_requests)
-                ],
-                use_tqdm=self.show_progress,
-            )
+        torch.backends.mkldnn.enabled = self.quantization == "none"
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
+            [
+                SamplingParams(
+                    n=n,
+                    seed=seed % 2**31,
+                    # For this rank's own prompts alone, as they take 2 KB a token.
+                    logprobs=self.top_logprobs if i in own else None,
+                    flat_logprobs=True,
+                    detokenize=False,
+                    **sampling,
+                )
+                for i, (_, seed) in enumerate(all_requests)
+            ],
+            use_tqdm=self.show_progress,
+        )
+        torch.backends.mkldnn.enabled = True
         return self.as_rollouts([outputs[i] for i in own])
 
     def as_rollouts(self, outputs: list) -> Rollouts:

@@ -340,7 +340,7 @@ def save_and_evaluate(step: int, run: PreparedRun, cfg: Config) -> dict[str, flo
     policy = run.policy
     if step == cfg.steps:
         save_model(policy.model, full_weights(policy), run.tokenizer, run.out / "model")
-    if step > 0 and not is_due(cfg.eval_every, step, cfg):
+    if step and not is_due(cfg.eval_every, step, cfg):
         return {}
     if cfg.rollout_quantization != "none":
         # The evaluator is a second engine, which the sync has not reached.
@@ -404,7 +404,7 @@ def kl_of_positions(
 ) -> torch.Tensor:
     """KL(pi_theta || pi_b) at each position of a part, with its gradient: [N, T]."""
     both = top_logp, part.top_logp_behavior  # [N, T, K] each
-    if cfg.top_p < 1 or cfg.top_k > 0:
+    if cfg.top_p < 1 or cfg.top_k:
         both = restrict_to_support(*both)
     return kl_divergence(*both)
 

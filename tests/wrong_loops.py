@@ -420,7 +420,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the KL over all listed tokens under top-k": Mistake(
         train.kl_of_positions,
-        "if cfg.top_p < 1 or cfg.top_k > 0:",
+        "if cfg.top_p < 1 or cfg.top_k:",
         "if cfg.top_p < 1:",
         [
             "test_train."
