@@ -94,6 +94,23 @@ def test_in_float32_an_engine_that_is_one_update_behind_is_refused(
     assert check_sync(engine, half, prompts) > 1e-4
 
 
+def test_one_unlikely_token_of_a_short_answer_stops_no_run(
+    engine, group, prompts, monkeypatch
+):
+    sample = engine.sample
+
+    def sample_short_answers(*args, **options):
+        samples = sample(*args, **options | {"max_tokens": 4})
+        samples.logp_behavior[0, 0] += 4
+        return samples
+
+    monkeypatch.setattr(engine, "sample", sample_short_answers)
+    # 4 nats in 64 tokens are 0.06 in the mean. In 16 tokens they would be 0.25, above
+    # the limit of bfloat16, 0.15.
+    half = build_policy("tiny", group, "bfloat16")
+    assert 0.06 < check_sync(engine, half, prompts) < 0.1
+
+
 def test_all_ranks_stop_where_one_is_further_off(engine, policy, embedded, monkeypatch):
     def all_reduce(distance, op):
         assert op == dist.ReduceOp.MAX
