@@ -41,7 +41,7 @@ EVERY_RUN: Flags = {
     "dtype": "float32",
     "rollout_dtype": "float32",
 }
-# Fewer responses than the recipe has, and shorter, so that 90 runs end in a few nights.
+# Fewer responses than the recipe has, and shorter: the grid ends in a few nights.
 OF_FORMULAS = {
     "task": "recipes/formulas",
     "prompts_per_step": 6,

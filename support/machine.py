@@ -113,7 +113,7 @@ def default_dtype() -> str:
 
 
 def bfloat16_is_slow() -> bool:
-    """Whether this is a CPU that multiplies bfloat16, and fp8, in a plain loop.
+    """Whether this is a CPU that multiplies bfloat16 in a plain loop.
 
     A CPU that does it itself (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of
     the time that float32 takes. Any other takes twice as long, and for fp8 has taken 20

@@ -95,7 +95,7 @@ def test_in_float32_an_engine_that_is_one_update_behind_is_refused(
 
 
 def test_one_unlikely_token_of_a_short_answer_stops_no_run(
-    engine, group, prompts, monkeypatch
+    engine, policy, group, prompts, monkeypatch
 ):
     sample = engine.sample
 
