@@ -378,7 +378,7 @@ OF_SMOLLM2 = {
 
 KINDS_OF_SMOLLM2 = [
     f"{name}, formulas"
-    for name in ("on-policy", "lag 4", "lag 16", "4 updates", "T = 1.2")
+    for name in ("on-policy", "lag 4", "lag 16", "4 updates", "T = 1.2", "fp8")
 ]
 
 
