@@ -143,6 +143,9 @@ def prepare_cpu(ranks_of_node: int) -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
     libc.mallopt(TRIM_THRESHOLD, -1)
+    # Linux kills a process that uses AMX and did not ask for it. oneDNN asks; vLLM's
+    # attention does not, and an fp8 engine samples without oneDNN (see Engine.sample).
+    torch.cpu._init_amx()
     # With a log-probability vLLM counts the token's rank, in a function that it has
     # compiled. The compiler takes ten seconds or more, and the count itself no time.
     torch.compiler.set_stance("force_eager")
