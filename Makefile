@@ -38,19 +38,19 @@ test-all: test
 endif
 
 compare: $(VENV)/installed
-	$(BIN)/python experiments/compare.py
+	$(BIN)/python tools/compare.py
 
 reproduce: $(VENV)/installed
-	$(BIN)/python experiments/mismatch.py --part reduced --folder runs/reproduce --workers 2
-	$(BIN)/python experiments/report.py runs/reproduce/light.jsonl
+	$(BIN)/python study/mismatch.py --part reduced --folder runs/reproduce --workers 2
+	$(BIN)/python study/report.py runs/reproduce/light.jsonl
 
 bench: $(VENV)/installed
-	$(BIN)/python experiments/bench.py
+	$(BIN)/python tools/bench.py
 
 # The embedded policy, then 1.5 billion random parameters. Then a run of train.py that
 # evaluates by a second engine, saves, and goes on.
 FP8 := --rollout_quantization fp8_per_channel
-CHECK := $(BIN)/python experiments/gpu_check.py --out runs/gpu-check.json
+CHECK := $(BIN)/python tools/gpu_check.py --out runs/gpu-check.json
 LARGE := --size 1.5B --max_response_tokens 512 --kv_cache_gb 12 --gradient_checkpointing
 gpu-check: $(VENV)/installed
 	rm -f runs/gpu-check.json

@@ -24,7 +24,8 @@ import numpy as np
 import torch.distributed as dist
 from pydantic import Field
 
-from reward import final_answer, without_thoughts
+from answers.extraction import final_answer, without_thoughts
+from reward import compute_rewards
 from rollout import Engine, noise_seed, prompts_of_rank
 from support.checkpoints import check_free, take_folder
 from support.command import (
@@ -42,7 +43,7 @@ from support.command import (
 from support.log import append_row
 from support.machine import default_dtype, init_distributed
 from support.models import check_model, folder_of
-from support.tasks import Split, load_split
+from support.tasks import Dataset, load_split
 
 
 class EvalConfig(Flags):
@@ -132,7 +133,7 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
 
 def evaluate(
     engine: Engine,
-    split: Split,
+    split: Dataset,
     *,
     samples: int = 1,
     seed: int = 0,
@@ -156,7 +157,7 @@ def evaluate(
     )
     columns = {
         "responses": rollouts.text,
-        "rewards": split.score(indices, rollouts.text),
+        "rewards": compute_rewards(split, indices, rollouts.text),
         "truncated": rollouts.truncated.tolist(),
     }
     own = {}
@@ -170,7 +171,7 @@ def evaluate(
 
 
 def heldout_accuracy(
-    engine: Engine, heldout: Split, policy_temperature: float, max_tokens: int
+    engine: Engine, heldout: Dataset, policy_temperature: float, max_tokens: int
 ) -> dict[str, float]:
     """The share of the problems that the policy solves, in one sample and greedily.
 
@@ -188,7 +189,7 @@ def heldout_accuracy(
     return accuracies
 
 
-def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Split]]:
+def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Dataset]]:
     """The model's folder or hub name, and the problems of each task. Raises Refused."""
     if cfg.samples > 1 and cfg.temperature == 0:
         raise Refused(f"samples is {cfg.samples}: greedy samples are all the same")
@@ -260,7 +261,7 @@ def main() -> None:
         print(f"{results} has this by problem, and samples.jsonl the responses")
 
 
-def keep(out: Path, task: str, split: Split, found: list[dict[str, list]]) -> None:
+def keep(out: Path, task: str, split: Dataset, found: list[dict[str, list]]) -> None:
     """Add what `evaluate` found to samples.jsonl, and say what it lacks."""
     for problem, of_problem in zip(split.problems, found, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **of_problem})

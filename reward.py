@@ -10,92 +10,18 @@ recipes/README.md lists what was decided in each step.
 
 Responses are untrusted text to compare, never code to run. Comparing words and
 numbers is safe. Comparing formulas may never end, as with 98^{97^{96}}. So
-support/judge.py compares them in processes with a limit of time and memory. An answer
+answers/judge.py compares them in processes with a limit of time and memory. An answer
 that needs more counts as wrong.
 """
 
 import pkgutil
 import re
-from fractions import Fraction
 
-from support.judge import equal_formulas
-from support.latex import latex_of
-
-# --- 1. Where the final answer is
-
-# A brace that is not escaped, with the \boxed in front of it if there is one.
-BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
-# <think>, </think>, <|begin_of_thought|>, [THINK], ◁/think▷, </seed:think>
-THOUGHT = re.compile(
-    r"(?i:[<◁]\|?(?:/|end_of_|end_)?(?:[a-z]+[_:]|begin_of_)?"
-    r"(?:think(?:ing)?|thoughts?|reasoning)\|?[>▷])|\[/?THINK\]"
-)
-# <|im_end|>, <｜end▁of▁sentence｜>, </s>: where a response is decoded with them.
-SPECIAL_TOKEN = re.compile(
-    r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn|answer)>"
-)
-
-
-def last_thought_tag(text: str) -> re.Match | None:
-    """The last tag that begins or ends a thought."""
-    *_, last = [None, *THOUGHT.finditer(text)]
-    return last
-
-
-def ends_thought(tag: str) -> bool:
-    """Whether a tag of a thought is the one at its end."""
-    return "/" in tag or "end_" in tag.lower()
-
-
-def without_thoughts(response: str) -> str:
-    """What follows the thoughts of a model that thinks first, which end with </think>.
-
-    Where a thought has not ended, nothing is an answer yet. Special tokens say nothing.
-    """
-    tag = last_thought_tag(response)
-    if tag and not ends_thought(tag[0]):
-        return ""
-    return SPECIAL_TOKEN.sub("", response[tag.end() :] if tag else response)
-
-
-def final_answer(text: str) -> str:
-    r"""The last \boxed{...}, or else the line behind the last ####, or else ""."""
-    if box := last_box(text):
-        return box
-    _, marker, rest = text.rpartition("####")
-    return rest.strip().split("\n")[0] if marker else ""
-
-
-def last_box(text: str) -> str:
-    r"""The content of the last \boxed{...} or \fbox{...} to close; "" without one.
-
-    The text is read once, so that a megabyte of braces takes no longer than other text.
-    """
-    content = ""
-    open_braces = []
-    for brace in BRACE.finditer(text):
-        if brace[0].endswith("{"):
-            open_braces.append(brace)
-        elif open_braces:
-            opening = open_braces.pop()
-            if opening["box"]:
-                content = text[opening.end() : brace.start()]
-    return content
-
-
-# --- 2. What it says
-
-NUMBER = re.compile(
-    r"-?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d\d?)?", re.ASCII
-)
-
-
-def number_of(latex: str) -> Fraction | None:
-    """The value of 1,234.50 or -.5 or 6e-5, exactly; None for what is no number."""
-    return Fraction(latex.replace(",", "")) if NUMBER.fullmatch(latex) else None
-
-
-# --- 3. Whether it is the gold one
+from answers.extraction import final_answer, without_thoughts
+from answers.judge import equal_formulas
+from answers.latex import latex_of, number_of
+from support.command import Stopped, one_line
+from support.tasks import Dataset
 
 
 def same_words(responses: list[str], golds: list[str]) -> list[bool]:
@@ -159,3 +85,37 @@ def score(
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
     return [float(verdict) for verdict in verify(responses, answers)]
+
+
+def compute_rewards(
+    dataset: Dataset, indices: list[int], responses: list[str]
+) -> list[float]:
+    """The reward of each response to the problems with these indices.
+
+    Each problem has equally many responses, which are neighbors. A thought that the
+    prompt has opened is a part of the response. Raises Stopped if the judge or the
+    user's own verifier fails.
+    """
+    samples = len(responses) // len(indices)
+    golds = [dataset.problems[i]["answer"] for i in indices for _ in range(samples)]
+    whole = [dataset.opened + response for response in responses]
+    return checked_score(whole, golds, dataset.verifier)
+
+
+def checked_score(responses: list[str], golds: list[str], verifier: str) -> list[float]:
+    """`score`, but it raises Stopped if the judge or the user's own verifier fails."""
+    try:
+        rewards = score(responses, golds, verifier)
+        if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
+            raise ValueError(f"it gave {rewards[:9]}, not a number in [0, 1] for each")
+    except Exception as error:  # the user's function may raise any
+        if verifier in VERIFIERS:
+            raise Stopped(str(error)) from error
+        if len(golds) > 1:  # Which of them is it?
+            for pair in zip(responses, golds, strict=True):
+                checked_score(*([part] for part in pair), verifier)
+        raise Stopped(
+            f"the verifier {verifier} fails on the response {responses[0]!r} with the "
+            f"gold answer {golds[0]!r}: {one_line(error)}"
+        ) from error
+    return rewards

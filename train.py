@@ -36,6 +36,7 @@ from loss import (
     restrict_to_support,
 )
 from policy import Policy, build_policy, check_sync, full_weights
+from reward import compute_rewards
 from rollout import Engine, Rollouts, noise_seed, prompts_of_rank
 from support.checkpoints import (
     check_out_dir,
@@ -49,7 +50,7 @@ from support.config import Config
 from support.log import Log
 from support.machine import init_distributed
 from support.models import ACTIVATIONS, activation_bytes, check_model, folder_of
-from support.tasks import Split, load_split
+from support.tasks import Dataset, load_split
 
 SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
 
@@ -173,7 +174,7 @@ def update(
 
 
 def sample_batch(
-    engine: Engine, cfg: Config, step: int, train: Split, log: Log
+    engine: Engine, cfg: Config, step: int, train: Dataset, log: Log
 ) -> Rollouts:
     """This rank's share of a step's rollout batch, with rewards and advantages.
 
@@ -197,7 +198,9 @@ def sample_batch(
             top_k=cfg.top_k,
         )
     with log.phase("reward"):
-        rollouts.reward = torch.tensor(train.score(indices, rollouts.text))  # [N]
+        rollouts.reward = torch.tensor(
+            compute_rewards(train, indices, rollouts.text)
+        )  # [N]
         of_groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
         rollouts.gold = [train.problems[i]["answer"] for i in indices]
         advantage = group_advantage(of_groups, cfg.scale_advantage)  # (3), [P, G]
@@ -273,7 +276,7 @@ class PreparedRun:
         )
 
 
-def load_data(cfg: Config) -> tuple[Any, Split, Split, int]:
+def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
     """The model's tokenizer, the problems to train on, and those held out.
 
     On a CPU it may lower micro_batch_tokens. The last value is how many tokens the

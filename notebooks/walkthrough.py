@@ -34,6 +34,7 @@ from loss import (
     ratio_sums,
 )
 from policy import build_policy, full_weights
+from reward import compute_rewards
 from rollout import Engine, noise_seed
 from support.machine import init_distributed
 from support.models import check_model
@@ -79,7 +80,7 @@ for response in range(G):
 # $$A = \frac{r - \mathrm{mean}(r)}{\mathrm{std}(r)} \qquad (3)$$
 
 # %%
-reward = torch.tensor(train.score(list(range(16)), rollouts.text))  # [N]
+reward = torch.tensor(compute_rewards(train, list(range(16)), rollouts.text))  # [N]
 advantage = group_advantage(reward.view(-1, G)).view(-1, 1)  # (3), [N, 1]
 print(f"{reward.mean():.2f} of the responses are right")
 for response in range(G):
@@ -386,4 +387,4 @@ assert gap < 1e-12
 #
 # What e_B does over a whole run is in the third panel of `curves.png`, which every
 # run of `train.py` draws. What happens where it matters is measured in
-# `experiments/`.
+# `study/`.

@@ -48,7 +48,7 @@ class Config(Flags):
 
     # The objective
     objective: str = "p3o"
-    """p3o, reinforce, grpo, or module:name, as experiments.objectives:dapo"""
+    """p3o, reinforce, grpo, or module:name, as tools.objectives:dapo"""
     objective_args: dict[str, NumberOrText] = {}
     """a hyper-parameter of it, name=value; may be given several times"""
     scale_advantage: bool = True

@@ -1,7 +1,7 @@
 """What the losses and the divergence should be, in plain Python: floats, loops, `math`.
 
 Values are worked out one token at a time, and gradients are derived by hand. Nothing
-here is taken from loss.py or experiments/objectives.py, and torch is not imported, so a
+here is taken from loss.py or tools/objectives.py, and torch is not imported, so a
 mistake would have to be made twice to go unnoticed.
 """
 

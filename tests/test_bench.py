@@ -1,4 +1,4 @@
-"""experiments/bench.py: what it compares, how it reads steps, and its table."""
+"""tools/bench.py: what it compares, how it reads steps, and its table."""
 
 import json
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
-from experiments import bench
 from policy import Policy
+from tools import bench
 
 
 def test_what_is_compared_runs_in_turn_and_none_of_it_is_always_first():
@@ -58,7 +58,7 @@ def test_the_command_measures_its_parts_and_keeps_the_others(tmp_path):
     kept = {"made with": "an older command", "columns": {"tiny, float32": {"a": [1.0]}}}
     out.write_text(json.dumps({"kept": kept}))
     flags = ["--parts=steps,phases,head", "--rounds=1", "--counted=1", f"--out={out}"]
-    command = [sys.executable, "experiments/bench.py", *flags]
+    command = [sys.executable, "tools/bench.py", *flags]
     subprocess.run(command, check=True, cwd=ROOT)
     results = json.loads(out.read_text())
     assert results["kept"] == kept

@@ -1,4 +1,4 @@
-"""What experiments/ shows of single batches: weights, KL estimators, meter, a page."""
+"""What study/ and tools/ show of one batch: weights, estimators, the meter."""
 
 import html.parser
 import json
@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from experiments import kl_estimators, meter, tokens, trust
 from rollout import Rollouts
+from study import kl_estimators, meter, tokens, trust
 
 # Five tokens of two responses; the last place of the second is padding.
 RATIO = torch.tensor([[0.25, 0.5, 2.0], [1.0, 1.5, 1.0]], dtype=torch.float64)

@@ -21,7 +21,7 @@ from eval import (
 from reward import score
 from rollout import Engine, noise_seed
 from support.command import Refused
-from support.tasks import Split
+from support.tasks import Dataset
 
 # pass@k
 
@@ -92,7 +92,7 @@ def test_a_single_problem_tells_nothing_of_others():
 def test_heldout_accuracy_is_of_samples_at_the_policys_temperature_and_greedy(
     engine, policy, heldout
 ):
-    few = Split(heldout.problems[:80], heldout.prompts[:80], heldout.verifier)
+    few = Dataset(heldout.problems[:80], heldout.prompts[:80], heldout.verifier)
     found = heldout_accuracy(engine, few, policy_temperature=1.0, max_tokens=64)
     # The embedded policy has 0.44 of all samples right, and decodes 0.21 of all sums.
     assert 0.1 < found["heldout_greedy"] < 0.33 < found["heldout_pass@1"] < 0.6

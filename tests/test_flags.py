@@ -130,7 +130,7 @@ def test_several_tasks_are_given_with_commas():
         ("--config=tests", "--config tests is no YAML file of fields"),
         ("--objective_args=eps", "objective_args"),
         ("--objective=ppo", "objective 'ppo'"),
-        ("--objective=experiments.objectives:none", "no attribute 'none'"),
+        ("--objective=tools.objectives:none", "no attribute 'none'"),
         ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),  # of p3o
         ("--objective=grpo --objective_args=eps=nan", "takes {'eps': 'nan'}: "),
         # Its bounds, 1 - eps and 1 + eps, would be crossed.
@@ -138,7 +138,7 @@ def test_several_tasks_are_given_with_commas():
             "--objective=grpo --objective_args=eps=-1",
             "eps is -1.0: the clip",
         ),
-        ("--objective=experiments.objectives:dapo --objective_args=eps_low=-1", "both"),
+        ("--objective=tools.objectives:dapo --objective_args=eps_low=-1", "both"),
         ("--objective=builtins:print", "no objective 'builtins:print' that takes"),
         ("--minibatches=3", "prompts_per_step is 32: give a multiple of 3"),
     ],

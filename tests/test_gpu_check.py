@@ -1,4 +1,4 @@
-"""experiments/gpu_check.py: its limits, and what it finds on a CPU."""
+"""tools/gpu_check.py: its limits, and what it finds on a CPU."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 from launch import TORCHRUN, run_script
 
-from experiments.gpu_check import CheckConfig, memory_checks
+from tools.gpu_check import CheckConfig, memory_checks
 
 
 def within(row):
@@ -41,7 +41,7 @@ def test_on_a_cpu_all_is_within_its_limits(quantization, size, tmp_path):
     out = tmp_path / "new" / "found.json"
     flags = ["--prompts_per_step=8", "--group_size=4", "--rollout_dtype=bfloat16"]
     flags += ["--max_response_tokens=32", f"--out={out}"]
-    command = [*TORCHRUN, "--standalone", ROOT / "experiments/gpu_check.py", *flags]
+    command = [*TORCHRUN, "--standalone", ROOT / "tools/gpu_check.py", *flags]
     done = run_script([*command, f"--rollout_quantization={quantization}", *size])
     assert "All are within their limits." in done.stdout
     [found] = json.loads(out.read_text()).values()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments import mismatch, patched, pretrained, report, runs
-from experiments.mismatch import LEARNING_RATE, PARTS, Cell, command_of
 from loss import p3o
+from study import mismatch, patched, pretrained, report, runs
+from study.mismatch import LEARNING_RATE, PARTS, Cell, command_of
 from support.command import Refused, parse_flags
 from train import Config
 
@@ -86,7 +86,7 @@ def test_a_run_of_smollm2_is_the_recipe_but_for_what_its_cell_says():
         "eval_every": 5,
         "dtype": "float32",
         "rollout_dtype": "float32",
-        "objective": "experiments.ablations:cap_without_kl",
+        "objective": "study.ablations:cap_without_kl",
         "temperature": 1.2,
         "seed": 2,
     }
@@ -340,7 +340,7 @@ ON_THE_FRONT = {
     "lag 16": "16 steps old",
     "16 updates": "4 passes, 16 updates",
 }
-PAGE = ROOT / "experiments/README.md"
+PAGE = ROOT / "study/README.md"
 IN_THE_FIRST_TABLE = {
     "P3O": "p3o",
     "GRPO 0.2": "grpo 0.2",

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from eval import EvalConfig, evaluate, load_benchmarks
-from experiments.objectives import dapo
-from reward import score
+from reward import compute_rewards, score
 from rollout import Rollouts
 from support.command import Refused, parse_flags
 from support.log import PHASES, Log
-from support.tasks import Split, load_task
+from support.tasks import Dataset, load_task
+from tools.objectives import dapo
 from train import (
     Config,
     build_engines,
@@ -88,9 +88,9 @@ def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(
 
 
 @pytest.fixture(scope="session")
-def few(heldout) -> Split:
+def few(heldout) -> Dataset:
     """The first held-out problems."""
-    return Split(heldout.problems[:9], heldout.prompts[:9], heldout.verifier)
+    return Dataset(heldout.problems[:9], heldout.prompts[:9], heldout.verifier)
 
 
 @pytest.fixture(scope="session")
@@ -191,7 +191,7 @@ def test_answers_are_checked_by_the_verifier_of_the_task(sums):
     _, trained, heldout, _ = load_data(Config(task=sums))
     for split in trained, heldout:
         # tiny ends with the sum alone, and gsm8k wants "#### 3".
-        assert split.score([0], ["3", "#### 3"]) == [0.0, 1.0]
+        assert compute_rewards(split, [0], ["3", "#### 3"]) == [0.0, 1.0]
 
 
 def test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval(sums):
@@ -282,7 +282,7 @@ def test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls(record):
 
 def test_every_update_has_the_objective_of_the_run(record):
     args = "--objective_args=eps_high=0.4"
-    run = record("--steps=1", "--objective=experiments.objectives:dapo", args)
+    run = record("--steps=1", "--objective=tools.objectives:dapo", args)
     for updated in run.updates:
         assert updated.objective.func is dapo
         assert updated.objective.keywords == {"eps_high": 0.4}

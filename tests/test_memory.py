@@ -1,4 +1,4 @@
-"""experiments/memory.py beside what policies and engines allocate, and the recipes."""
+"""tools/memory.py beside what policies and engines allocate, and the recipes."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments import memory
-from experiments.bench import peak_bytes, random_rollouts
-from experiments.memory import GB, MemoryConfig, memory_of, shape_of
 from policy import build_policy
 from support.command import Refused, parse_flags
+from tools import memory
+from tools.bench import peak_bytes, random_rollouts
+from tools.memory import GB, MemoryConfig, memory_of, shape_of
 from train import Config
 
 # The public dimensions of the hub's models.

@@ -1,5 +1,5 @@
 """The objectives that P3O is compared with, P3O with parts of it taken out, and how the
-trainer finds one: loss.py, experiments/objectives.py, experiments/ablations.py.
+trainer finds one: loss.py, tools/objectives.py, study/ablations.py.
 
 As in test_loss.py: numbers by hand, an oracle in plain Python (loss_oracle.py), other
 splits of the batch, extreme inputs. rho is 1 for a fresh token, A is the advantage.
@@ -25,12 +25,12 @@ from loss_batches import (
 )
 from torch import Tensor
 
-from experiments import ablations
-from experiments import objectives as objectives_module
 from loss import LOSSES
+from study import ablations
+from tools import objectives as objectives_module
 
 torch.set_num_threads(1)
-E_B = 0.4  # No objective of experiments/objectives.py looks at it.
+E_B = 0.4  # No objective of tools/objectives.py looks at it.
 # Each with hyper-parameters other than its defaults.
 OTHERS: dict[str, dict[str, float]] = {
     "reinforce": {},
@@ -52,7 +52,7 @@ Objectives = dict[str, Callable[..., Tensor]]
 
 
 def by_name(module: ModuleType) -> Objectives:
-    """The objectives of loss.py, and those of experiments/objectives.py."""
+    """The objectives of loss.py, and those of tools/objectives.py."""
     own = {name: getattr(module, name) for name in OTHERS if name not in LOSSES}
     return LOSSES | own
 
@@ -218,7 +218,7 @@ def test_recent_ess_is_the_mean_over_the_last_updates():
 def test_an_objective_is_tried_before_the_run_without_its_noticing():
     from train import find_objective
 
-    find_objective("experiments.ablations:recent_ess", {"updates": 3.0})
+    find_objective("study.ablations:recent_ess", {"updates": 3.0})
     assert ablations.recent_ess.of_updates == []
 
 

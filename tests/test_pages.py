@@ -11,9 +11,7 @@ from eval import EvalConfig
 from support.command import parse_flags
 from train import Config
 
-PAGES = [
-    ROOT / f"{folder}README.md" for folder in ("", "experiments/", "recipes/", "tiny/")
-]
+PAGES = [ROOT / f"{folder}README.md" for folder in ("", "study/", "recipes/", "tiny/")]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
 # All names that the code has, and the words of its texts.

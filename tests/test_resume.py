@@ -12,7 +12,7 @@ from launch import read_metrics, start_on_ranks, torchrun
 from test_checkpoints import names
 
 import train
-from experiments.soak import first_difference
+from study.soak import first_difference
 from support.checkpoints import checkpoints
 
 SMALL = [

@@ -13,11 +13,12 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from reward import last_box, score
-from support import judge
+from answers import judge
+from answers.extraction import last_box
+from reward import compute_rewards, score
 from support.command import Refused, Stopped
 from support.tasks import (
-    Split,
+    Dataset,
     check_characters,
     encode_prompt,
     load_split,
@@ -174,7 +175,7 @@ SAME_FORMULA = [
     (r"1,2,\ldots,n", r"1, 2, ..., n"),
     ("18", "\x1b[1m18\x1b[0m"),
 ]
-# Spellings of support/latex.py that no case above needs, as gold == answer.
+# Spellings of answers/latex.py that no case above needs, as gold == answer.
 SPELLINGS = r"""
 \begin{pmatrix}1\\2\end{pmatrix} == \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 1234567890 == 1,{}234\text{,}567{,}\! 890
@@ -689,9 +690,9 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     monkeypatch.setattr(judge, "ROOT", ROOT / "tiny")  # where no judge can be started
     responses = [r"\boxed{\sqrt{2}}", r"\boxed{18}", r"\boxed{018}", r"\boxed{1}"]
     assert score(responses, [r"\sqrt{2}", "18", "18", "18"]) == [1.0, 1.0, 1.0, 0.0]
-    split = Split([{"prompt": "", "answer": "y"}], [], "math")
-    with pytest.raises(Stopped, match="^formulas cannot be compared .*support"):
-        split.score([0], [r"\boxed{x}"])
+    split = Dataset([{"prompt": "", "answer": "y"}], [], "math")
+    with pytest.raises(Stopped, match="^formulas cannot be compared .*answers"):
+        compute_rewards(split, [0], [r"\boxed{x}"])
 
 
 @pytest.mark.parametrize(
@@ -712,7 +713,7 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):
     start = (
-        "import os, sys\nfrom support import judge\njudge.EQUAL_PAIRS = [('4', '4')]\n"
+        "import os, sys\nfrom answers import judge\njudge.EQUAL_PAIRS = [('4', '4')]\n"
     )
     end = "\nsys.argv[1:] = [str(os.getppid())]\njudge.main()"
     done = subprocess.run(
@@ -737,7 +738,7 @@ def test_no_process_is_left_when_the_trainer_is_killed():
     towers = [f"\\boxed{{9^{{8^{{{n}}}}}}}" for n in range(100, 120)]
     code = (
         "import reward\n"
-        "from support.judge import end_with\n"
+        "from answers.judge import end_with\n"
         f"end_with({os.getpid()})\n"
         f"reward.score({towers!r}, ['5'] * 20)"
     )
@@ -877,10 +878,15 @@ def test_a_verifier_may_be_ones_own_and_its_errors_are_a_sentence_with_the_respo
     split_of,
 ):
     split = split_of("1234", "56", "7\n8", verifier="test_reward:of_length")
-    assert split.score([0, 1], ["12", "1234", "", "5"]) == [0.5, 1.0, 0.0, 0.5]
+    assert compute_rewards(split, [0, 1], ["12", "1234", "", "5"]) == [
+        0.5,
+        1.0,
+        0.0,
+        0.5,
+    ]
     sentence = "test_reward:of_length fails on the response '123' with the gold answer"
     with pytest.raises(Stopped, match=f"{sentence} '56': it gave .1.5."):
-        split.score([0, 1], ["1", "123"])
+        compute_rewards(split, [0, 1], ["1", "123"])
 
 
 def test_a_verifier_with_a_fault_is_said_when_its_task_is_loaded(split_of):
@@ -1023,7 +1029,7 @@ def split_of(tmp_path) -> Any:
         template: str | None = None,
         verifier: str = "exact",
         **options: Any,
-    ) -> Split:
+    ) -> Dataset:
         rows = [json.dumps({"prompt": text, "answer": text}) for text in problems]
         (tmp_path / "t.jsonl").write_text("\n".join(rows))
         settings = {"verifier": verifier, "instruction": None}
@@ -1080,5 +1086,5 @@ def test_a_thought_that_the_template_opens_is_no_answer_until_it_ends(
 ):
     split = split_of("46", template=CHAT + end)
     assert split.opened == opened
-    rewards = split.score([0], ["46", "say 46 </think> 46"])
+    rewards = compute_rewards(split, [0], ["46", "say 46 </think> 46"])
     assert rewards == [float(not opened), 1.0]

@@ -15,10 +15,10 @@ from conftest import NONE_COMPLETE, add_noise
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_module
-from experiments import patched
 from loss import kl_divergence
 from policy import Policy, build_policy, full_weights
 from rollout import Engine, Rollouts, noise_seed
+from study import patched
 from support.command import Refused, Stopped
 from support.models import TRAINABLE
 from train import Config, kl_of_positions

@@ -3,9 +3,9 @@
 import pytest
 from conftest import ROOT
 
-from experiments.memory import shape_of
-from experiments.scaling import ScalingConfig, report, step_on
+from study.scaling import ScalingConfig, report, step_on
 from support.command import parse_flags
+from tools.memory import shape_of
 
 FLAGS = [
     f"--config={ROOT}/recipes/deepscaler-8gpu-fp8.yaml",

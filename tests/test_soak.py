@@ -1,4 +1,4 @@
-"""experiments/soak.py: what it compares, and a short soak."""
+"""study/soak.py: what it compares, and a short soak."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from experiments.soak import first_difference, metrics
+from study.soak import first_difference, metrics
 
 
 def test_runs_are_the_same_if_their_metrics_are_but_for_seconds_and_memory():
@@ -28,7 +28,7 @@ def test_a_line_that_is_being_written_is_no_line_yet(tmp_path):
 @pytest.mark.slow  # four lives of a run
 def test_a_run_that_is_killed_twice_has_the_metrics_of_the_one_left_alone(tmp_path):
     flags = ["--steps=40", "--save_every=2", "--kills=2", "--seconds=30"]
-    command = [sys.executable, "experiments/soak.py", *flags]
+    command = [sys.executable, "study/soak.py", *flags]
     folder = tmp_path / "soak"
     done = subprocess.run([*command, f"--folder={folder}"], cwd=ROOT)
     assert done.returncode == 0

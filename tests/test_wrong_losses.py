@@ -15,7 +15,7 @@ import test_objectives
 from conftest import FUNCTIONS, LOSS, ROOT, load_module, pytest_configure
 from wrong_losses import WRONG_LOSSES, WRONG_OBJECTIVES, Mistake
 
-OBJECTIVES = ROOT / "experiments/objectives.py"
+OBJECTIVES = ROOT / "tools/objectives.py"
 
 
 def cases(test: Callable) -> list[dict[str, Any]]:

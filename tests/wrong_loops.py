@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+import answers.extraction
 import eval
 import policy
 import reward
@@ -159,9 +160,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: rewards and advantages
     "the answers of other problems": Mistake(
-        support.tasks.Split.score,
-        "self.problems[i]",
-        "self.problems[i - 1]",
+        reward.compute_rewards,
+        "dataset.problems[i]",
+        "dataset.problems[i - 1]",
         ["test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt"],
     ),
     "the verifier of another task": Mistake(
@@ -574,7 +575,7 @@ MISTAKES: dict[str, Mistake] = {
         ["test_reward.test_exact_verdict"],
     ),
     "the first box counts": Mistake(
-        reward.last_box,
+        answers.extraction.last_box,
         'if opening["box"]:',
         'if opening["box"] and not content:',
         ["test_reward.test_last_box_is_the_last_box_to_close"],

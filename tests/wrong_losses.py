@@ -2,7 +2,7 @@
 
 WRONG_LOSSES has the mistakes in loss.py by what is wrong: the text as it is, the wrong
 one in its place, and the tests of test_loss.py that must fail on it. WRONG_OBJECTIVES
-is the same for experiments/objectives.py and test_objectives.py. test_wrong_losses.py
+is the same for tools/objectives.py and test_objectives.py. test_wrong_losses.py
 sees to it that they are rejected.
 """
 

@@ -1,0 +1,106 @@
+"""One style for all figures of study/."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from study.runs import Runs, select, series
+
+# An objective has the same color in every figure. The first five, which stand together,
+# are told apart by color-blind readers too.
+COLORS = {
+    "p3o": "#0072B2",
+    "grpo 0.2": "#D55E00",
+    "grpo": "#D55E00",
+    "grpo 0.4": "#E69F00",
+    "reinforce": "#4D4D4D",
+    "p3o, no KL": "#009E73",
+    "p3o, raw log pi_b": "#56B4E9",
+    "p3o, KL where signal": "#AA3377",
+    "p3o, step where signal": "#E8A0BF",
+    "p3o, e_B = 0.999": "#8A8A8A",
+    "p3o, k3": "#CC79A7",
+    "p3o, is": "#7B8EC8",
+    "dapo": "#C0392B",
+    "gspo": "#6A3D9A",
+    "cispo": "#8C564B",
+    "tis": "#9A8F00",
+    "m2po": "#1B7837",
+    "a3po": "#B8860B",
+    "bapo": "#2C7FB8",
+    "asymre": "#E7298A",
+    "rec": "#D95F02",
+    "opmd": "#7570B3",
+    "sapo": "#66A61E",
+}
+
+
+def color_of(objective: str) -> str:
+    """The color of an objective; black for one that stands in no figure."""
+    return COLORS.get(objective, "black")
+
+
+def panels(count: int, height: float = 3.4, **options: Any) -> tuple[Any, list[Any]]:
+    """A figure and its panels, side by side with one vertical axis."""
+    options = {"sharey": True} | options
+    figure, axes = plt.subplots(
+        1,
+        count,
+        figsize=(11, height),
+        layout="constrained",
+        squeeze=False,
+        **options,
+    )
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+    return figure, list(axes[0])
+
+
+def draw_by_step(
+    runs: Runs, objectives: Sequence[str], shown: list[tuple[str, str, str]], path: Path
+) -> None:
+    """A panel for each title, mismatch and metric that is shown, with all objectives.
+
+    A thin line is a run, a thick one the mean over seeds, where all have a value.
+    """
+    same_metric = len({metric for _, _, metric in shown}) == 1
+    figure, axes = panels(len(shown), sharey=same_metric)
+    for axis, (title, mismatch, metric) in zip(axes, shown, strict=True):
+        for objective in reversed(objectives):  # The first one is on top.
+            color = color_of(objective)
+            values_at: dict[int, list[float]] = {}
+            same = select(runs, mismatch=mismatch, objective=objective).values()
+            for run in same:
+                points = series(run, metric)
+                axis.plot(*zip(*points, strict=True), color=color, lw=0.6, alpha=0.5)
+                for step, value in points:
+                    values_at.setdefault(step, []).append(value)
+            means = {
+                step: mean(values)
+                for step, values in values_at.items()
+                if len(values) == len(same)
+            }
+            axis.plot(means.keys(), means.values(), color=color, lw=2, label=objective)
+        axis.set(title=title, xlabel="step")
+        axis.set_ylim(bottom=0)
+    add_legend(figure, objectives)
+    save(figure, path)
+
+
+def add_legend(figure: Any, objectives: Iterable[str]) -> None:
+    """One legend below all panels of a figure."""
+    handles = [
+        plt.Line2D([], [], color=color_of(objective), label=objective)
+        for objective in objectives
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure."""
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(path)

@@ -1,0 +1,157 @@
+"""The memory that a run takes on each GPU: arithmetic, before anything is loaded.
+
+    python tools/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8
+
+It takes the flags of train.py, and reads no more of the model than its config.json. GB
+are of 2^30 bytes, as kv_cache_gb is; an "80 GB" card has 79 of them. It refuses a run
+that does not fit.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from policy import CHUNK
+from support.command import (
+    PositiveAmount,
+    PositiveCount,
+    Refused,
+    parse_flags,
+    run_script,
+)
+from support.models import activation_bytes
+from train import Config
+
+GB = 2**30
+PROMPT = 1024  # tokens counted for a prompt where max_prompt_tokens sets no limit
+ELEMENT = 2  # bytes: trainer and engine compute in bfloat16
+# A guess: CUDA's context, NCCL, CUDA graphs, fragmentation, vLLM's prefill and sampler,
+# and what a layer needs beside its activations. An engine that sleeps keeps its graphs
+# and NCCL's buffers.
+RESERVE = 12 * GB
+
+
+class MemoryConfig(Config):
+    """A run of train.py, and the GPUs that its memory is counted for."""
+
+    ranks: PositiveCount = 1
+    """GPUs of a node"""
+    device_gb: PositiveAmount = 79.0
+    """memory of a GPU, in GB of 2^30 bytes"""
+
+
+class Shape(NamedTuple):
+    """Numbers of elements in a model. The weights of a tied head count once."""
+
+    total: int  # P, all weights
+    linear: int  # the weights of the linear layers, without the head
+    head: int  # the weights of the head
+    root: int  # the weights outside of the layers: embedding, last norm, head
+    layers: int  # how many layers there are
+    hidden: int  # the hidden state of a token
+    activations: int  # bytes that all layers keep of a token
+    query: int  # q of a token in a layer
+    key_value: int  # k of a token in a layer, and v
+
+
+def shape_of(model_name: str) -> Shape:
+    """The shape of a model like Llama or Qwen. Raises Refused where there is none."""
+    try:
+        config = AutoConfig.from_pretrained(model_name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise Refused(f"no model at {model_name!r}: {reason}") from None
+    with torch.device("meta"):  # without memory for the weights
+        model = AutoModelForCausalLM.from_config(config)
+    layers = model.base_model.layers
+    attention = layers[0].self_attn
+    in_layers = list(layers.parameters())
+    total = model.num_parameters()
+    return Shape(
+        total=total,
+        linear=sum(weight.numel() for weight in in_layers if weight.dim() == 2),
+        head=model.get_output_embeddings().weight.numel(),
+        root=total - sum(weight.numel() for weight in in_layers),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        activations=activation_bytes(config, ELEMENT),
+        query=attention.q_proj.out_features,
+        key_value=attention.k_proj.out_features,
+    )
+
+
+def engine_bytes(cfg: Config, shape: Shape, quantization: str) -> int:
+    """An engine's weights and KV cache. fp8 has a byte for a linear layer's weight."""
+    weights = ELEMENT * shape.total
+    if quantization != "none":
+        weights -= (ELEMENT - 1) * shape.linear
+    return weights // cfg.rollout_tp + int(cfg.kv_cache_gb * GB)
+
+
+def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]]:
+    """Bytes on one of the GPUs of a node, by phase and by what takes them.
+
+    The engine sleeps during an update. Where rollouts are quantized, a second engine
+    evaluates the policy itself, and never sleeps.
+    """
+    always = {"weights, moments: 12 P / R": 12 * shape.total // ranks}
+    if cfg.rollout_quantization != "none":
+        always["second engine, to evaluate"] = engine_bytes(cfg, shape, "none")
+    engine = engine_bytes(cfg, shape, cfg.rollout_quantization)
+    prompt = cfg.max_prompt_tokens or PROMPT
+    tokens = max(cfg.micro_batch_tokens, prompt + cfg.max_response_tokens)
+    kept = shape.activations
+    if cfg.gradient_checkpointing:
+        # Of each layer its input alone, and all of the one that is computed again.
+        kept = shape.layers * ELEMENT * shape.hidden + kept // shape.layers
+    vocabulary = shape.head // shape.hidden
+    update = {
+        "gradient: 4 P / R": 4 * shape.total // ranks,
+        # FSDP gathers them for the whole update. Their gradient is whole at its end.
+        "embedding, head, gradient: 4 bytes": 2 * ELEMENT * shape.root,
+        "activations of a micro-batch": tokens * kept,
+        # The head in float32, its gradient and that of a chunk; of a chunk's logits
+        # three copies.
+        "head in chunks": 3 * 4 * (shape.head + min(CHUNK, tokens) * vocabulary),
+    }
+    rollout = {"engine: weights, KV cache": engine}
+    return {"rollout": always | rollout, "update": always | update}
+
+
+def cache_bytes_per_token(shape: Shape) -> int:
+    """A key and a value in each layer."""
+    return 2 * shape.layers * shape.key_value * ELEMENT
+
+
+def report(cfg: MemoryConfig) -> str:
+    """The table of `memory_of`. Raises Refused where a phase does not fit."""
+    shape = shape_of(cfg.model)
+    phases = memory_of(cfg, shape, cfg.ranks)
+    lines = [
+        f"{cfg.model} on R = {cfg.ranks} GPUs, P = {shape.total:,}: GB on each",
+    ]
+    for phase, parts in phases.items():
+        taken = sum(parts.values()) + RESERVE
+        if taken > cfg.device_gb * GB:
+            raise Refused(
+                f"the {phase} takes {taken / GB:.1f} GB of {cfg.device_gb:.1f} with "
+                f"a reserve of {RESERVE // GB}: give more ranks, or a smaller "
+                "kv_cache_gb or micro_batch_tokens"
+            )
+        lines += [f"  {name:36}{size / GB:7.2f}" for name, size in parts.items()]
+        lines.append(f"{phase + ', with the reserve':38}{taken / GB:7.2f}")
+    load = 4 * shape.total * cfg.ranks / GB
+    lines.append(f"{'main memory, to load: R x 4 P':38}{load:7.2f}")
+    tokens = int(cfg.kv_cache_gb * GB) // cache_bytes_per_token(shape)
+    lines.append(f"{'KV cache, tokens':38}{tokens * cfg.rollout_tp:7,}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_script(lambda: print(report(parse_flags(MemoryConfig))))

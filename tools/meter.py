@@ -1,0 +1,131 @@
+"""The mismatch meter: how far off-policy does a rollout engine make a policy?
+
+    python tools/meter.py --model tiny --temperature 1.2
+    python tools/meter.py --rollout_quantization fp8_per_channel \\
+        --rollout_dtype bfloat16 --top_p 0.9
+    python tools/meter.py --model models/SmolLM2-135M-Instruct \\
+        --task recipes/sums-and-products --responses 16 --max_response_tokens 16 \\
+        --top_logprobs 49152 --temperature 1.2
+
+vLLM samples as the flags say. The trainer's forward pass scores the same tokens in
+float32, and the two are compared: nothing is trained, and no answer is checked. It says
+what to expect of any framework that samples with vLLM.
+
+The KL is printed for several K: over the K likeliest tokens of pi_b and one bucket. The
+third command lists the whole vocabulary, so that the last of these is the KL itself and
+tells how tight the others are. Such a list takes 100 bytes an entry or more: 1 GB for
+200 tokens.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train
+from loss import (
+    effective_sample_size,
+    kl_divergence,
+    ratio_sums,
+    restrict_to_support,
+)
+from policy import Policy
+from rollout import Engine, noise_seed
+from support.command import PositiveCount, parse_flags, run_script
+from support.machine import init_distributed
+
+# K of the KLs that are printed, beside all tokens that the engine lists.
+LISTED = (1, 5, 20)
+
+
+class MeterConfig(train.Config):
+    """A measurement: the flags of train.py that decide over it, and one more."""
+
+    responses: PositiveCount = 256
+    """to measure on, rounded up to the same number for each held-out prompt"""
+
+
+def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """What the log rho [N, T] of a batch says about the mismatch, in nats a token."""
+    tokens = log_ratio[mask].double()  # [M]
+    ratio = tokens.exp()
+    found = {
+        "e_B": effective_sample_size(ratio_sums(log_ratio, mask)).item(),
+        "mean |log rho|": tokens.abs().mean().item(),
+        "max |log rho|": tokens.abs().max().item(),
+    }
+    for percent in (1, 50, 99):
+        quantile = ratio.quantile(percent / 100, interpolation="nearest")
+        found[f"rho q{percent}"] = quantile.item()
+    # rho log rho - rho + 1, whose mean over samples of pi_b is the KL.
+    found["KL, sampled token"] = (ratio * tokens - ratio + 1).mean().item()
+    return found
+
+
+def kl_by_listed_tokens(
+    top_logp: torch.Tensor, top_logp_behavior: torch.Tensor, restrict: bool
+) -> dict[int, float]:
+    """The mean KL over the K likeliest tokens and one bucket, for each K.
+
+    Both are [M, K], of M response tokens, the likeliest token of pi_b first. `restrict`
+    says that pi_b was cut by top-p or top-k, as in train.kl_of_positions.
+    """
+    found = {}
+    most = top_logp.shape[-1]
+    for listed in sorted({min(k, most) for k in (*LISTED, most)}):
+        logp = top_logp[:, :listed]
+        logp_behavior = top_logp_behavior[:, :listed]
+        if restrict:
+            logp, logp_behavior = restrict_to_support(logp, logp_behavior)
+        found[listed] = kl_divergence(logp, logp_behavior).mean().item()
+    return found
+
+
+def main() -> None:
+    """Sample with the engine as set, score with the trainer, and print the mismatch."""
+    cfg = parse_flags(MeterConfig)
+    _, _, heldout, max_model_len = train.load_data(cfg)
+    prompts = heldout.prompts[: cfg.responses]
+    device = torch.device(init_distributed().device_type)
+    engine = Engine(
+        cfg.model,
+        max_model_len,
+        quantization=cfg.rollout_quantization,
+        dtype=cfg.rollout_dtype,
+        top_logprobs=cfg.top_logprobs,
+    )
+    to_each = -(-cfg.responses // len(prompts))  # rounded up
+    rollouts = engine.sample(
+        prompts,
+        to_each,
+        [noise_seed(cfg.seed, place, to_each) for place in range(len(prompts))],
+        max_tokens=cfg.max_response_tokens,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+    )
+    rollouts = rollouts.select(torch.arange(len(rollouts.text)), device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        cfg.model, dtype=torch.float32
+    ).to(device)
+    with torch.no_grad():
+        logp, top_logp = Policy(model, cfg.policy_temperature)(rollouts)
+    log_ratio = logp - rollouts.logp_behavior  # (7), [N, T]
+    mask = rollouts.mask
+
+    print(f"{len(rollouts.text)} responses, {int(mask.sum())} tokens")
+    # The mean of -log pi_b over samples of pi_b.
+    print(f"{'entropy of pi_b':20}{-rollouts.logp_behavior[mask].mean():10.5g}")
+    for name, value in measure(log_ratio, mask).items():
+        print(f"{name:20}{value:10.5g}")
+    restrict = cfg.top_p < 1 or cfg.top_k > 0
+    top_logp_behavior = rollouts.top_logp_behavior[mask]
+    kl_by_k = kl_by_listed_tokens(top_logp[mask], top_logp_behavior, restrict)
+    for listed, value in kl_by_k.items():
+        print(f"{f'KL, K = {listed}':20}{value:10.5g}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,327 @@
+"""More objectives that P3O is compared with. Each names its source.
+
+    python train.py --objective tools.objectives:dapo
+    python train.py --objective tools.objectives:tis --objective_args C=1
+
+Each is a function of the five arguments of `loss.p3o`, and returns the loss of each
+token, [N, T]. None of them looks at the KL or at e_B. rho is pi_theta / pi_b. Padding
+is 0 in all arguments, and train.py leaves its loss out before it sums.
+
+m2po and bapo decide on the whole batch. They see one micro-batch on one rank, so B has
+to be no more than that. All others give B's gradient however it is divided.
+"""
+
+import torch
+from torch import Tensor
+
+
+def clipped_loss(
+    ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float
+) -> Tensor:
+    """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A), PPO's clipped loss.
+
+    ratio is [N, T], or [N, 1] where a response has one; advantage is [N, T]. Raises
+    ValueError if a bound is on the wrong side of 1.
+    """
+    if min(eps_low, eps_high) < 0:
+        raise ValueError(f"{eps_low=}, {eps_high=}: both have to be at least 0")
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
+    return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def dapo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.28,
+) -> Tensor:
+    """GRPO's loss with a range that is wider above: [N, T].
+
+    DAPO, arXiv 2503.14476, equation 8, without its constraint: groups whose responses
+    are all right or all wrong are not sampled again. A token with rho > 1 + eps_high
+    has no gradient if A > 0, and the weight rho A, without a bound, if A < 0.
+    """
+    rho = (logp - logp_behavior).exp()
+    return clipped_loss(rho, advantage, eps_low, eps_high)
+
+
+def gspo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+) -> Tensor:
+    """DAPO's loss with one ratio for a whole response, exp(mean_t log rho_t): [N, T].
+
+    GSPO, arXiv 2507.18071, equations 5 and 7, with one deviation:
+
+    1. The paper averages over responses. Here, as everywhere in this repository, the
+       mean is over tokens, so a long response counts more than a short one.
+
+    Every token of a response has the response's advantage, and padding has 0. So the
+    tokens of a response are those whose advantage is not 0. A response whose advantage
+    is 0 has no gradient, and its ratio does not matter; it comes out as 1.
+    """
+    counts = advantage != 0  # [N, T]
+    length = counts.sum(dim=1, keepdim=True).clamp(min=1)  # [N, 1]
+    log_rho = torch.where(counts, logp - logp_behavior, 0.0)
+    ratio = (log_rho.sum(dim=1, keepdim=True) / length).exp()  # [N, 1]
+    return clipped_loss(ratio, advantage, eps_low, eps_high)
+
+
+def tis(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    C: float = 2.0,
+) -> Tensor:
+    """-sg(min(rho, C)) A log pi_theta, truncated importance sampling: [N, T].
+
+    IMPALA, arXiv 1802.01561, with C = 1 there. Other RLHF code truncates pi_old / pi_b
+    at 2 and keeps PPO's clip beside it, which is the same at the first update of a
+    rollout batch.
+    """
+    rho = (logp - logp_behavior).exp()
+    return -rho.clamp(max=C).detach() * advantage * logp
+
+
+def cispo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps_high: float = 4.0,
+) -> Tensor:
+    """-sg(min(rho, 1 + eps_high)) A log pi_theta: [N, T].
+
+    MiniMax-M1, arXiv 2506.13585, equations 4 and 5, which have no lower bound and give
+    no value. With 4 the cap is 5, as ScaleRL has it. TRL's epsilon_high is the cap
+    itself.
+    """
+    return tis(logp, logp_behavior, advantage, kl, e_b, C=1 + eps_high)
+
+
+def m2po(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    tau: float = 0.04,
+) -> Tensor:
+    """-rho A, and 0 for the tokens that have moved most: [N, T].
+
+    M2PO, arXiv 2510.01161, Algorithm 1, as its authors' page shows it. It is about
+    tokens that have moved where their advantage pushes them: A > 0 and rho > 1, or
+    A < 0 and rho < 1. Of these the one with the largest (log rho)^2 is dropped until
+    the mean of (log rho)^2 over those that are left is at most tau. B is one part here.
+
+    1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
+       exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau.
+       It does so for each micro-batch and rank.
+    2. AReaL's code drops tokens whatever the sign of A, by the ratio of the policy
+       before the update to pi_b, and always keeps one.
+    """
+    log_rho = logp - logp_behavior
+    moved = (advantage * log_rho).detach() > 0  # [N, T]
+    squares, order = log_rho.detach()[moved].square().sort()  # [M] each
+    count = torch.arange(1, len(squares) + 1, device=squares.device)
+    # The means of the smallest squares can only grow.
+    kept = squares.cumsum(dim=0) / count <= tau
+    counts = torch.ones_like(moved)
+    counts[moved] = torch.empty_like(kept).scatter(0, order, kept)
+    return -log_rho.where(counts, 0.0).exp() * advantage * counts
+
+
+def a3po(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    alpha: float = 0.5,
+    eps: float = 0.4,
+    cap: float = 5.0,
+) -> Tensor:
+    """PPO's clipped loss around a policy between pi_b and pi_theta: [N, T].
+
+    A-3PO, arXiv 2512.06547, by AReaL's code and page. It is decoupled PPO, arXiv
+    2110.00641, without the pass over the batch that log pi_prox would take:
+
+        log pi_prox = log pi_b + alpha (sg(log pi_theta) - log pi_b)
+        loss = pi_prox / pi_b times the clipped loss in r = pi_theta / pi_prox
+
+    alpha is (d - 1) / d for data that are d updates old, and 0 for fresh data, where
+    this is GRPO's loss. What is clipped is rho^(1 - alpha), so the older the data, the
+    wider the range of rho. eps and cap are of AReaL's example, whose d is at most 2.
+
+    1. alpha is one number for all data of a run, the first and fresher ones too, and
+       AReaL's is each token's own.
+    2. For fresh data the paper's pi_prox is pi_theta, and nothing is clipped.
+    3. A token with pi_prox / pi_b above cap has no loss, as in AReaL. Its example also
+       normalizes advantages over the batch.
+    """
+    log_rho = logp - logp_behavior
+    log_weight = alpha * log_rho.detach()  # log(pi_prox / pi_b)
+    weight = log_weight.exp()
+    loss = clipped_loss((log_rho - log_weight).exp(), advantage, eps, eps)
+    return torch.where(weight <= cap, weight * loss, 0.0)
+
+
+def bapo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    target: float = 0.5,
+    low: float = 0.6,
+    low_max: float = 0.9,
+    low_step: float = 0.05,
+    high: float = 1.2,
+    high_max: float = 3.0,
+    high_step: float = 0.1,
+) -> Tensor:
+    """The clipped loss, with bounds that give A > 0 its share of the batch: [N, T].
+
+    BAPO, arXiv 2510.18927, equation 8, by its authors' code and README. low and high
+    are bounds of rho itself. A token counts min(rho, high) A if A > 0, and
+    max(rho, low) |A| if A < 0. First low rises, then high, until the tokens with A > 0
+    have the share `target` of the sum. A higher low drops more tokens with A < 0, but
+    by this measure they count more, so that low rises to its end or not at all. B is
+    one part here.
+
+    1. The README's target is a share of the sum, 0.5. The code compares A > 0 with
+       A < 0, and asks for 1, which is the same, in its YAML, and for 0.5 in its script.
+       Advantages of a group add up to 0, so where its data are fresh and its responses
+       equally long, the share is 0.5 but for rounding, which then moves the bounds.
+    2. The paper's target is 0.4, high rises before low, by 0.05 and 0.02, and a token
+       counts times pi_b. Advantages of a group add up to 0, so without these weights
+       0.4 is nearly always reached, and the bounds stay where they begin.
+    3. The ranges are the paper's, and the steps the script's. The YAML's ranges end at
+       0.8 and 2.0, and its high rises by 0.05; the script's go from 0.8 to 0.95 and to
+       2.0. The authors' code decides for each micro-batch, over all ranks.
+    4. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
+    """
+    rho = (logp - logp_behavior).exp()
+
+    def share() -> Tensor:
+        bounded = torch.where(advantage > 0, rho.clamp(max=high), rho.clamp(min=low))
+        counted = bounded.detach() * advantage
+        return counted.clamp(min=0).sum() / counted.abs().sum()
+
+    # Without any advantage the share is NaN, and nothing is raised.
+    while share() < target and low < low_max:
+        low = min(low + low_step, low_max)
+    while share() < target and high < high_max:
+        high = min(high + high_step, high_max)
+    return clipped_loss(rho, advantage, 1 - low, high - 1)
+
+
+def asymre(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    delta: float = -0.1,
+) -> Tensor:
+    """-(A - delta) log pi_theta, REINFORCE with a baseline that is lower: [N, T].
+
+    AsymRE, arXiv 2506.20520, where A = r - (V + delta) with V the mean of the group.
+    Groups whose responses are all alike have a signal too: the same as imitating pi_b.
+    The default is that of Trinity-RFT and, by an account of it, of the paper, whose
+    rewards are -1 and 1.
+
+    1. A is divided by the group's standard deviation, unless --scale_advantage is
+       false, and delta is subtracted after that.
+
+    Padding has a gradient here, delta, which train.py leaves out of its sum.
+    """
+    return -(advantage - delta) * logp
+
+
+def rec(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps: float = 0.2,
+) -> Tensor:
+    """-A log pi_theta, and 0 where GRPO's loss has no gradient: [N, T].
+
+    REC-OneSide-NoIS, arXiv 2509.24203, by its authors' code in Trinity-RFT: clipping
+    without importance weights.
+
+    1. A is divided by the group's standard deviation, unless --scale_advantage is
+       false.
+    """
+    rho = (logp - logp_behavior).exp()
+    outside = (advantage > 0) & (rho > 1 + eps) | (advantage < 0) & (rho < 1 - eps)
+    return -advantage * logp * ~outside
+
+
+def opmd(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    tau: float = 0.2,
+) -> Tensor:
+    """-A log pi_theta + tau / 2 (log rho)^2: [N, T].
+
+    The gradient of online policy mirror descent in Kimi k1.5, arXiv 2501.12599, as
+    Trinity-RFT has it beside arXiv 2509.24203, whose coefficient of 0.1 is tau / 2.
+
+    1. Kimi squares the sum of log rho over a response, and Trinity-RFT each token's:
+       its k2 loss. The loss that it calls opmd is another, -A log pi / (1 + tau).
+    2. A is divided by the group's standard deviation, as in `rec`.
+    """
+    return -advantage * logp + tau / 2 * (logp - logp_behavior).square()
+
+
+def sapo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Tensor:
+    """-4 / tau sigmoid(tau (rho - 1)) A, clipping made smooth: [N, T].
+
+    SAPO, arXiv 2511.20347, by AReaL's code, with tau_pos where A > 0. The weight of a
+    token is A at rho = 1, and next to nothing above rho = 10.
+
+    1. The paper averages over responses; here the mean is over tokens.
+    2. Trinity-RFT weights grad log pi_theta with the gate, which grows with rho.
+    """
+    rho = (logp - logp_behavior).exp()
+
+    def gate(tau: float) -> Tensor:
+        return 4 / tau * (tau * (rho - 1)).sigmoid()
+
+    return -torch.where(advantage > 0, gate(tau_pos), gate(tau_neg)) * advantage

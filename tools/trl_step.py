@@ -1,0 +1,130 @@
+"""A line for each step of TRL's GRPOTrainer, for tools/bench.py.
+
+    python tools/trl_step.py JOB
+
+JOB is a JSON file: model, dtype, prompts in their order, prompts_per_step, group_size,
+max_tokens, steps, a folder to write to, and the generator, transformers or vllm, which
+then runs in the same process. The rewards are made up. A line has the mean length of
+the step's responses, and the seconds of its rollout and of its sync. When it is printed
+the step has ended.
+"""
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# What vLLM on a CPU reads: GB of its KV cache, and that threads may run on any core.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+CUDA = torch.cuda.is_available()
+
+
+class TimedTrainer(GRPOTrainer):
+    """Knows the seconds of its last rollout, prompts to texts, and of its last sync."""
+
+    rollout_seconds = 0.0
+    sync_seconds = 0.0  # stays 0 where transformers generates: it has no copy
+
+    def _generate(self, prompts: list) -> Any:
+        self.sync_seconds = 0.0
+        start = time.perf_counter()
+        generated = super()._generate(prompts)
+        # TRL syncs within it.
+        self.rollout_seconds = time.perf_counter() - start - self.sync_seconds
+        return generated
+
+    def timed_sync(self, dtype: torch.dtype) -> None:
+        """TRL's sync, but on a CPU that of rollout.Engine.
+
+        TRL 1.16 calls load_weights of vLLM's model. On a CPU vLLM has packed the
+        weights of its layers by then, and dropped those that load_weights would fill.
+        """
+        start = time.perf_counter()
+        if CUDA:
+            vllm_generation.VLLMGeneration.sync_weights(self.vllm_generation)
+        else:
+            llm = self.vllm_generation.llm
+            weights = self.model.named_parameters(remove_duplicate=False)
+            copies = (
+                (name, weight.detach().to(dtype, copy=True)) for name, weight in weights
+            )
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+            llm.reset_prefix_cache()
+        self.sync_seconds = time.perf_counter() - start
+
+
+class Printer(TrainerCallback):
+    """A line at the end of each step, when its logs are there."""
+
+    def __init__(self, trainer: TimedTrainer) -> None:
+        self.trainer = trainer
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict, **more: Any
+    ) -> None:
+        if "completions/mean_length" in logs:
+            tokens = logs["completions/mean_length"]
+            rollout, sync = self.trainer.rollout_seconds, self.trainer.sync_seconds
+            line = f"tokens {tokens} rollout {rollout} sync {sync}"
+            print(f"step {state.global_step} {line}", flush=True)
+
+
+def every_other_is_right(completions: list, **columns: Any) -> list[float]:
+    return [float(place % 2) for place in range(len(completions))]
+
+
+def main(job: dict[str, Any]) -> None:
+    model, dtype, use_vllm = job["model"], job["dtype"], job["generator"] == "vllm"
+    if use_vllm:
+        # TRL leaves the dtype to vLLM, which would take bfloat16 for float32 weights.
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
+    context = AutoConfig.from_pretrained(model).max_position_embeddings
+    chats = [
+        {"prompt": [{"role": "user", "content": prompt}]} for prompt in job["prompts"]
+    ]
+    trainer = TimedTrainer(
+        model=model,
+        args=GRPOConfig(
+            output_dir=job["folder"],
+            # In one forward pass. TRL never has all logits at once.
+            per_device_train_batch_size=job["prompts_per_step"] * job["group_size"],
+            num_generations=job["group_size"],
+            max_completion_length=job["max_tokens"],
+            max_steps=job["steps"],
+            shuffle_dataset=False,
+            # As ours: its responses stay as long as they are.
+            learning_rate=1e-9,
+            use_cpu=not CUDA,
+            # Float32 weights, and products in bfloat16 if that is asked for, as ours.
+            model_init_kwargs={"dtype": "float32"},
+            bf16=dtype == "bfloat16",
+            gradient_checkpointing=False,
+            use_vllm=use_vllm,
+            vllm_mode="colocate",
+            vllm_max_model_length=min(512, context),
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list(chats),
+        reward_funcs=every_other_is_right,
+    )
+    trainer.add_callback(Printer(trainer))
+    if use_vllm:
+        sync = partial(trainer.timed_sync, getattr(torch, dtype))
+        trainer.vllm_generation.sync_weights = sync
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
