@@ -6,6 +6,7 @@ one.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,42 @@ def stored_weights(model: str) -> dict[str, Any]:
             "them of .bin files)"
         ) from None
     return weights
+
+
+def turn_end_tokens(tokenizer: Any) -> list[int]:
+    """Return the token that ends an assistant's turn in the chat template, or [].
+
+    A base model may come with the template of a chat model. Its end of sequence is then
+    a different token, and unless sampling also stops at the end of a turn, the model
+    continues with a user's turn of its own. The result is
+    - the end of sequence if the template ends a turn with it, as Llama 2's does;
+    - <|im_end|> for ChatML (Qwen), and <end_of_turn> for Gemma;
+    - the token that opens the user's turn if nothing ends the assistant's, as in GLM;
+    - [] if only text separates the turns, if the template does not show an assistant's
+      turn, or if there is no template.
+    """
+    if not tokenizer.chat_template:
+        return []
+    question, answer, next_question = "First question", "First answer", "Next question"
+    conversation = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": next_question},
+    ]
+    token_ids = tokenizer.get_added_vocab()
+    longest_first = sorted(token_ids, key=len, reverse=True)
+    # Harmony (gpt-oss) ends thoughts and earlier turns by <|end|>, but the last turn by
+    # <|return|>, so the end of a conversation is tried first.
+    for turns in (conversation[:2], conversation):
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # the template may raise any
+            continue
+        after_answer = text.partition(answer)[2].partition(next_question)[0]
+        found = re.search("|".join(map(re.escape, longest_first)), after_answer)
+        if found and found.group():
+            return [token_ids[found.group()]]
+    return []
 
 
 def activation_bytes(config: Any, element: int) -> int:

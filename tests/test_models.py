@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import eval
 import train
 from support.command import Refused
-from support.models import check_model
+from support.models import check_model, turn_end_tokens
 
 FILE = "model.safetensors"
 SHARD = "model-00002-of-00002.safetensors"
@@ -221,3 +221,49 @@ def test_what_is_no_model_folder_is_refused(
 def test_ranks_that_no_engine_can_have_are_refused():
     sentence = refusal(ROOT / "tiny", tp=3)
     assert sentence.startswith("rollout_tp is 3: it has to divide the 1 ranks")
+
+
+# The end of a turn
+
+
+def turns(turn: str, end: str = "") -> str:
+    """A chat template with this text for each message, `m`, and `end` behind all."""
+    return "{% for m in messages %}" + turn + "{% endfor %}" + end
+
+
+CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+LLAMA_2 = (
+    "{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}"
+)
+HARMONY = (
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}"
+)
+REFUSES_AN_ANSWER = "{{ raise_exception('no') if messages[-1].role == 'assistant' }}"
+
+
+@pytest.mark.parametrize(
+    "template, token",
+    [
+        (turns(LLAMA_2), "</s>"),
+        (turns(CHATML), "<|im_end|>"),
+        (turns(CHATML, end="{{ eos_token }}"), "<|im_end|>"),
+        (turns(CHATML, end=REFUSES_AN_ANSWER), "<|im_end|>"),
+        (turns("{{ m.content | trim }}<end_of_turn>\n"), "<end_of_turn>"),
+        (turns("<|{{ m.role }}|>\n{{ m.content }}"), "<|user|>"),
+        (turns(HARMONY), "<|return|>"),
+        (turns("{{ m.role }}: {{ m.content }}\n\n"), None),
+        ("{{ messages[0].content }}<|im_end|>", None),
+        (None, None),
+    ],
+)
+def test_the_token_with_which_a_chat_template_ends_a_turn_is_found(template, token):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny")
+    # The name <|im_ is here because the longer name has to be found.
+    tokenizer.add_tokens(
+        "</s> <s> <|im_ <|im_end|> <end_of_turn> <|user|> <|end|> <|return|>".split()
+    )
+    tokenizer.chat_template = template
+    expected = [] if token is None else [tokenizer.get_added_vocab()[token]]
+    assert turn_end_tokens(tokenizer) == expected
