@@ -15,6 +15,7 @@ import torch
 from loss_batches import (
     F64,
     TOLERANCE,
+    Batch,
     assert_close,
     assert_same_outcome,
     batches,
@@ -47,13 +48,15 @@ OTHERS: dict[str, dict[str, float]] = {
     "opmd": {"tau": 1.0},
     "sapo": {"tau_pos": 0.5, "tau_neg": 2.0},
 }
-EVERY_NAME = pytest.mark.parametrize("name", list(OTHERS))
+# The rules of 2026, whose weights are worked out in the tests themselves.
+RULES = ("ipo", "sequence_mask", "dppo_tv", "icepop", "vespo", "opsm")
 Objectives = dict[str, Callable[..., Tensor]]
 
 
 def by_name(module: ModuleType) -> Objectives:
     """The objectives of loss.py, and those of tools/objectives.py."""
-    own = {name: getattr(module, name) for name in OTHERS if name not in LOSSES}
+    names = {*OTHERS, *RULES} - set(LOSSES)
+    own = {name: getattr(module, name) for name in names}
     return LOSSES | own
 
 
@@ -64,7 +67,7 @@ def objectives() -> Objectives:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@EVERY_NAME
+@pytest.mark.parametrize("name", list(OTHERS))
 def test_an_objective_equals_the_oracle(objectives, name, dtype):
     for batch in batches(dtype):
         for options in ({}, OTHERS[name]):
@@ -104,7 +107,7 @@ def test_a_high_ratio_token_weighs_what_the_table_says(
         assert_close(-outcome.to_logp, [[weight]])
 
 
-@EVERY_NAME
+@pytest.mark.parametrize("name", [*OTHERS, *RULES])
 def test_on_a_fresh_batch_every_objective_is_reinforce(objectives, name):
     # The gradient is -A / |B|, and the KL has none. AsymRE adds 0.1 to each A, also
     # where it is 0, but not to padding.
@@ -134,6 +137,191 @@ def test_m2po_and_bapo_look_at_the_whole_batch_by_hand(
         batch = batch._replace(advantage=signed.sign())
         outcome = run(objectives[name], batch, E_B, token_count=1)
         assert_close(-outcome.to_logp[:, 0], list(weight_of_ratio.values()))
+
+
+# A response is its advantage A and the pairs (pi_theta, pi_b) of its tokens. `weights`
+# are those on grad log pi_theta, one for each token in this order.
+Response = tuple[float, list[tuple[float, float]]]
+
+
+def batch_of(responses: list[Response], dtype: torch.dtype = F64) -> Batch:
+    """The batch of these responses, whose padding is 0."""
+    shape = len(responses), max(len(pairs) for _, pairs in responses)
+    logp, logp_behavior, advantage = torch.zeros(3, *shape, dtype=F64)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for row, (of_response, pairs) in enumerate(responses):
+        for t, (probability, of_behavior) in enumerate(pairs):
+            logp[row, t] = math.log(probability)
+            logp_behavior[row, t] = math.log(of_behavior)
+            advantage[row, t] = of_response
+            mask[row, t] = True
+    kl = mask.double()  # No rule looks at it.
+    tensors = (logp, logp_behavior, advantage, kl)
+    return Batch(*(tensor.to(dtype) for tensor in tensors), mask)
+
+
+@pytest.mark.parametrize(
+    "name, options, responses, weights",
+    [
+        # A rise of 0.4 and a fall of 0.35 are above 0.3, whatever the sign of A. A rise of
+        # 0.2 and a fall of 0.25 are not.
+        (
+            "ipo",
+            {},
+            [
+                (2.0, [(0.65, 0.25), (0.05, 0.4), (0.3, 0.1)]),
+                (-0.5, [(0.65, 0.25), (0.05, 0.4), (0.1, 0.35)]),
+            ],
+            [0, 0, 3 * 2, 0, 0, 0.1 / 0.35 * -0.5],
+        ),
+        # The first three moves are above 0.15. The derivative of 0.05 (log rho)^2 is
+        # 0.1 log rho. It counts at every token, with or without an advantage.
+        (
+            "ipo",
+            {"eps": 0.15, "kl_tau": 0.05},
+            [(2.0, [(0.65, 0.25), (0.3, 0.1)]), (0.0, [(0.05, 0.4), (0.3, 0.25)])],
+            [
+                -0.1 * math.log(0.65 / 0.25),
+                -0.1 * math.log(3),
+                -0.1 * math.log(0.05 / 0.4),
+                -0.1 * math.log(0.3 / 0.25),
+            ],
+        ),
+        # 4 x 0.5 = 2 is kept, although one ratio is 4. 2 x 1.75 = 3.5 is above 3, though
+        # no ratio is. 0.1 x 0.1 = 0.01 is kept: there is no lower bound.
+        (
+            "sequence_mask",
+            {},
+            [
+                (1.5, [(0.4, 0.1), (0.2, 0.4)]),
+                (0.7, [(0.4, 0.2), (0.7, 0.4)]),
+                (-0.7, [(0.4, 0.2), (0.7, 0.4)]),
+                (-0.9, [(0.05, 0.5), (0.03, 0.3)]),
+                (0.3, [(0.3, 0.6)]),
+            ],
+            [2 * 1.5, 2 * 1.5, 0, 0, 0, 0, 0.01 * -0.9, 0.01 * -0.9, 0.5 * 0.3],
+        ),
+        (
+            "sequence_mask",
+            {"cap": 1.5},
+            [(1.5, [(0.4, 0.1), (0.2, 0.4)]), (1.5, [(0.55, 0.4)])],
+            [0, 0, 0.55 / 0.4 * 1.5],
+        ),
+        # A rise of 0.25 is dropped if A > 0 and a fall of 0.25 if A < 0. A rise of 0.15
+        # is kept though rho is 4, and one of 0.196 has rho = 50, which is capped at 20.
+        (
+            "dppo_tv",
+            {},
+            [
+                (2.0, [(0.35, 0.1), (0.2, 0.05), (0.2, 0.004), (0.1, 0.35)]),
+                (-0.5, [(0.35, 0.1), (0.2, 0.45), (0.05, 0.2)]),
+            ],
+            [0, 4 * 2, 20 * 2, 0.1 / 0.35 * 2, 3.5 * -0.5, 0, 0.25 * -0.5],
+        ),
+        (
+            "dppo_tv",
+            {"eps": 0.1, "cap": 1.5},
+            [(2.0, [(0.2, 0.05), (0.1, 0.05)]), (-1.0, [(0.2, 0.05), (0.1, 0.25)])],
+            [0, 1.5 * 2, 1.5 * -1, 0],
+        ),
+        # Ratios of 0.4 and 6 are outside of 0.5 to 5, and 0.6 and 4.8 are not.
+        (
+            "icepop",
+            {},
+            [(2.0, [(0.2, 0.5), (0.3, 0.5)]), (-0.5, [(0.6, 0.1), (0.48, 0.1)])],
+            [0, 0.6 * 2, 0, 4.8 * -0.5],
+        ),
+        (
+            "icepop",
+            {"low": 0.9, "high": 1.2},
+            [(2.0, [(0.4, 0.5), (0.46, 0.5)]), (-0.5, [(0.13, 0.1), (0.11, 0.1)])],
+            [0, 0.92 * 2, 0, 1.1 * -0.5],
+        ),
+        # w = 4 x 0.5 = 2, with both signs, and 0.3 / 0.6.
+        (
+            "vespo",
+            {},
+            [
+                (1.5, [(0.4, 0.1), (0.2, 0.4)]),
+                (-0.7, [(0.4, 0.1), (0.2, 0.4)]),
+                (-0.9, [(0.3, 0.6)]),
+            ],
+            [
+                2**2 * math.exp(3 * (1 - 2)) * 1.5,
+                2**2 * math.exp(3 * (1 - 2)) * 1.5,
+                2**3 * math.exp(2 * (1 - 2)) * -0.7,
+                2**3 * math.exp(2 * (1 - 2)) * -0.7,
+                0.5**3 * math.exp(2 * (1 - 0.5)) * -0.9,
+            ],
+        ),
+        (
+            "vespo",
+            {"k_pos": 1.5, "lambda_pos": 0.5, "k_neg": 0.25, "lambda_neg": 1.25},
+            [(1.5, [(0.3, 0.6)]), (-0.7, [(0.3, 0.6)])],
+            [
+                0.5**1.5 * math.exp(0.5 * 0.5) * 1.5,
+                0.5**0.25 * math.exp(1.25 * 0.5) * -0.7,
+            ],
+        ),
+        # log w is clamped: one of -60 to log 1e-8, and one of 60 to 20. A k of 0.01 and
+        # a lambda of 1e-9 leave something of both.
+        (
+            "vespo",
+            {"k_neg": 0.01, "lambda_neg": 1e-9},
+            [
+                (-1.0, [(0.5 * math.exp(-60), 0.5)]),
+                (-1.0, [(0.5, 0.5 * math.exp(-60))]),
+            ],
+            [-(1e-8**0.01), -math.exp(0.01 * 20 + 1e-9 * (1 - math.exp(20)))],
+        ),
+        # The means of log(pi_b / pi_theta) are log(4) / 2 = 0.69, twice, which only the
+        # negative response is dropped for, and log(2) / 2 = 0.35. Elsewhere GRPO clips:
+        # 0.5 and 1.25 with A < 0 weigh nothing and rho A, 1.25 with A > 0 nothing.
+        (
+            "opsm",
+            {},
+            [
+                (2.0, [(0.1, 0.4), (0.3, 0.3)]),
+                (-0.5, [(0.1, 0.4), (0.3, 0.3)]),
+                (-0.7, [(0.2, 0.4), (0.3, 0.3)]),
+                (-0.9, [(0.5, 0.4)]),
+                (0.9, [(0.5, 0.4)]),
+            ],
+            [0.25 * 2, 1 * 2, 0, 0, 0, -0.7, 1.25 * -0.9, 0],
+        ),
+        (
+            "opsm",
+            {"eps": 0.6, "delta": 0.3},
+            [
+                (-0.7, [(0.2, 0.4), (0.3, 0.3)]),
+                (-0.7, [(0.2, 0.4), (0.3, 0.3), (0.3, 0.3)]),
+            ],
+            [0, 0, 0.5 * -0.7, -0.7, -0.7],
+        ),
+    ],
+)
+def test_the_weights_of_a_rule_are_those_of_plain_arithmetic(
+    objectives, name, options, responses, weights
+):
+    batch = batch_of(responses)
+    outcome = run(objectives[name], batch, E_B, token_count=1, **options)
+    assert_close(-outcome.to_logp[batch.mask], weights)
+    assert not outcome.to_logp[~batch.mask].any()
+    assert not outcome.to_kl.any()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_token_that_a_rule_drops_adds_no_gradient_even_if_its_ratio_overflows(
+    objectives, name
+):
+    # rho = e^95 is infinite in float32. The second token keeps the mean of
+    # log(pi_b / pi_theta) above opsm's delta: (97 - 95) / 2 = 1.
+    far = (0.9, 0.9 * math.exp(-95)), (0.9 * math.exp(-97), 0.9)
+    batch = batch_of([(-1.0, [*far]), (1.0, [(0.5, 0.5)])], torch.float32)
+    outcome = run(objectives[name], batch, E_B, token_count=1)
+    assert torch.isfinite(outcome.value)
+    assert_close(-outcome.to_logp[1, 0], 1.0)
+    assert torch.isfinite(outcome.to_logp).all()
 
 
 # P3O with a part of it taken out or replaced

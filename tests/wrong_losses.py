@@ -32,6 +32,8 @@ class Mistake(NamedTuple):
 
 ORACLE = "test_loss_equals_the_oracle"
 TABLE = "test_a_high_ratio_token_weighs_what_the_table_says"
+RULES = "test_the_weights_of_a_rule_are_those_of_plain_arithmetic"
+OVERFLOW = "test_a_token_that_a_rule_drops_adds_no_gradient_even_if_its_ratio_overflows"
 E_B = "test_e_b_by_hand"
 FRESH = "test_on_policy_it_is_reinforce"
 SPLIT = "test_any_split_into_ranks_and_micro_batches_gives_the_gradient_of_the_batch"
@@ -199,13 +201,13 @@ WRONG_LOSSES = {
 
 WRONG_OBJECTIVES = {
     "gspo's ratio is the product of a response's ratios": Mistake(
-        "log_rho.sum(dim=1, keepdim=True) / length",
-        "log_rho.sum(dim=1, keepdim=True)",
+        "ratio = (log_rho / length)",
+        "ratio = log_rho",
         ["test_an_objective_equals_the_oracle"],
     ),
     "gspo counts padding": Mistake(
-        "counts = advantage != 0",
-        "counts = advantage == advantage",
+        "is_token = advantage != 0",
+        "is_token = advantage == advantage",
         ["test_an_objective_equals_the_oracle"],
     ),
     "cispo's eps_high is the cap": Mistake(
@@ -225,5 +227,45 @@ WRONG_OBJECTIVES = {
         "rho.clamp(max=C).detach()",
         "rho.clamp(max=C)",
         ["test_on_a_fresh_batch_every_objective_is_reinforce"],
+    ),
+    "ipo asks for the sign of A": Mistake(
+        "(logp.exp() - logp_behavior.exp()).abs() <= eps",
+        "(logp.exp() - logp_behavior.exp()) * advantage.sign() <= eps",
+        [RULES],
+    ),
+    "ipo's KL leaves dropped tokens out": Mistake(
+        "log_rho.square()", "log_rho.square() * is_near", [RULES]
+    ),
+    "ipo drops a token after its ratio has overflowed": Mistake(
+        "-log_rho.where(is_near, 0.0).exp()", "-log_rho.exp()", [OVERFLOW]
+    ),
+    "sequence_mask caps the ratio of a response": Mistake(
+        "torch.where(w <= cap, w, 0.0)", "w.clamp(max=cap)", [RULES]
+    ),
+    "sequence_mask looks at single tokens": Mistake(
+        "w = log_w.exp()", "w = (logp.detach() - logp_behavior).exp()", [RULES]
+    ),
+    "dppo_tv drops a token whatever the sign of A": Mistake(
+        "(moved <= eps)", "(moved.abs() <= eps)", [RULES]
+    ),
+    "dppo_tv asks for the ratio instead of the probability": Mistake(
+        "moved = (logp.exp() - logp_behavior.exp())", "moved = (rho - 1)", [RULES]
+    ),
+    "icepop caps a high ratio": Mistake(
+        "torch.where((rho >= low) & (rho <= high), rho, 0.0)",
+        "torch.where(rho >= low, rho.clamp(max=high), 0.0)",
+        [RULES],
+    ),
+    "vespo has the geometric mean of a response's ratios": Mistake(
+        "log_w.clamp(math.log(1e-8), 20.0)",
+        "(log_w / _).clamp(math.log(1e-8), 20.0)",
+        [RULES],
+    ),
+    "vespo does not clamp": Mistake(
+        "log_w = log_w.clamp(math.log(1e-8), 20.0)  # [N, 1]", "", [RULES]
+    ),
+    "opsm drops responses with A > 0": Mistake("(advantage >= 0) | ", "", [RULES]),
+    "opsm sums over a response": Mistake(
+        "-total / length <= delta", "-total <= delta", [RULES]
     ),
 }

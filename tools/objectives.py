@@ -11,6 +11,8 @@ m2po and bapo decide on the whole batch. They see one micro-batch on one rank, s
 to be no more than that. All others give B's gradient however it is divided.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,21 @@ def clipped_loss(
         raise ValueError(f"{eps_low=}, {eps_high=}: both have to be at least 0")
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def response_log_ratio(
+    logp: Tensor, logp_behavior: Tensor, advantage: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of log rho over each response and its length, [N, 1] each.
+
+    Every token of a response has the response's advantage, and padding has 0, so the
+    tokens of a response are those whose advantage is not 0. A response whose advantage
+    is 0 has no gradient, and its ratio does not matter: the sum is 0 and the length 1.
+    """
+    is_token = advantage != 0  # [N, T]
+    log_rho = torch.where(is_token, logp - logp_behavior, 0.0)
+    length = is_token.sum(dim=1, keepdim=True).clamp(min=1)
+    return log_rho.sum(dim=1, keepdim=True), length
 
 
 def dapo(
@@ -65,15 +82,9 @@ def gspo(
 
     1. The paper averages over responses. Here, as everywhere in this repository, the
        mean is over tokens, so a long response counts more than a short one.
-
-    Every token of a response has the response's advantage, and padding has 0. So the
-    tokens of a response are those whose advantage is not 0. A response whose advantage
-    is 0 has no gradient, and its ratio does not matter; it comes out as 1.
     """
-    counts = advantage != 0  # [N, T]
-    length = counts.sum(dim=1, keepdim=True).clamp(min=1)  # [N, 1]
-    log_rho = torch.where(counts, logp - logp_behavior, 0.0)
-    ratio = (log_rho.sum(dim=1, keepdim=True) / length).exp()  # [N, 1]
+    log_rho, length = response_log_ratio(logp, logp_behavior, advantage)
+    ratio = (log_rho / length).exp()  # [N, 1]
     return clipped_loss(ratio, advantage, eps_low, eps_high)
 
 
@@ -325,3 +336,170 @@ def sapo(
         return 4 / tau * (tau * (rho - 1)).sigmoid()
 
     return -torch.where(advantage > 0, gate(tau_pos), gate(tau_neg)) * advantage
+
+
+def ipo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps: float = 0.3,
+    kl_tau: float = 0.0,
+) -> Tensor:
+    """Return -rho A, and 0 for a token whose probability has moved by more than eps.
+
+    IPO is the default of prime-rl v0.9.0, whose pull requests 3418 and 3586 give its
+    form and its defaults. A token is dropped if |pi_theta - pi_b| > eps, whatever the
+    sign of A. kl_tau adds kl_tau (log rho)^2 for every token, dropped or not.
+
+    1. A is divided by the group's standard deviation, unless --scale_advantage is
+       false.
+    2. A dropped token adds exactly 0, even if its rho overflows.
+    """
+    log_rho = logp - logp_behavior
+    is_near = (logp.exp() - logp_behavior.exp()).abs() <= eps  # [N, T]
+    loss = -log_rho.where(is_near, 0.0).exp() * advantage * is_near
+    return loss + kl_tau * log_rho.square()
+
+
+def sequence_mask(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    cap: float = 3.0,
+) -> Tensor:
+    """Return -sg(w) A log pi_theta, and 0 for a response whose w is above cap.
+
+    w is the product of rho over the tokens of a response. This is TRL's default
+    correction (1.16.0, vllm_importance_sampling_mode "sequence_mask"), which has no
+    lower bound: a response that has become unlikely fades out.
+
+    1. TRL takes w from the policy before the first update on a rollout batch, and
+       multiplies it by DAPO's loss in pi_theta / pi_before. Here w is that of pi_theta
+       itself. The two agree at the first update.
+    2. TRL divides the sum by the average token count of the steps on a rollout batch.
+       Here, as everywhere in this repository, it is divided by the token count of B.
+    """
+    log_w, _ = response_log_ratio(logp.detach(), logp_behavior, advantage)
+    w = log_w.exp()  # [N, 1]
+    return -torch.where(w <= cap, w, 0.0) * advantage * logp
+
+
+def dppo_tv(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps: float = 0.2,
+    cap: float = 20.0,
+) -> Tensor:
+    """Return -sg(min(rho, cap)) A log pi_theta, and 0 for a token that moved too far.
+
+    DPPO-Binary-TV, arXiv 2602.04879, by verl 0.9.1 (compute_policy_loss_dppo_tv). A
+    token with A > 0 is dropped if pi_theta - pi_b > eps, and one with A < 0 if
+    pi_b - pi_theta > eps: the binary total variation, in the direction of A.
+
+    1. verl's function falls back to a cap of 20, the default here. Its configuration
+       sets clip_ratio_c to 3, which replaces that 20, and its example script sets
+       10,000. A comment there says that the paper recommends a large cap.
+    2. eps is verl's default clip_ratio. verl's example script has 0.15.
+    3. verl clamps log rho to [-20, 20] first, which only raises weights below 2e-9.
+    """
+    rho = (logp.detach() - logp_behavior).exp()
+    moved = (logp.exp() - logp_behavior.exp()) * advantage.sign()
+    return -rho.clamp(max=cap) * (moved <= eps) * advantage * logp
+
+
+def icepop(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+) -> Tensor:
+    """Return -sg(rho) A log pi_theta, and 0 for a token with rho outside [low, high].
+
+    IcePop, arXiv 2510.18855, with the paper's bounds, by slime (icepop_function) and
+    verl 0.9.1 (rollout_is_threshold "0.5_5.0"). Both keep a rho that equals a bound.
+
+    1. The paper's rho is that of two engines with the same weights, and PPO's clipped
+       loss in pi_theta / pi_before stands beside it. Here rho is pi_theta / pi_b, as in
+       rLLM. The two agree at the first update on a rollout batch.
+    2. Bounds differ: prime-rl has 0.2 and 5, and slime has 0 and 2 until they are set.
+    """
+    rho = (logp.detach() - logp_behavior).exp()
+    weight = torch.where((rho >= low) & (rho <= high), rho, 0.0)
+    return -weight * advantage * logp
+
+
+def vespo(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Tensor:
+    """Return -sg(w^k exp(lambda (1 - w))) A log pi_theta, a smooth limit on responses.
+
+    w is the product of rho over the tokens of a response. VESPO, arXiv 2602.10693,
+    Appendix I, by its authors' verl recipe and TRL 1.16.0. k_pos and lambda_pos are for
+    A > 0, the other two for A < 0. The weight is 1 at w = 1. It is greatest at
+    w = k / lambda, which is 2/3 for A > 0 and 3/2 for A < 0.
+
+    1. The paper does not clamp log w. Both codes clamp it to [log 1e-8, 20], and so
+       does this function. They also clamp each token's log rho to [-20, 20].
+    2. The docstring of the authors' recipe names other defaults (1.5, 4 and 2.5 for
+       lambda_pos, k_neg and lambda_neg) than its code, which has these.
+    """
+    log_w, _ = response_log_ratio(logp.detach(), logp_behavior, advantage)
+    log_w = log_w.clamp(math.log(1e-8), 20.0)  # [N, 1]
+
+    def phi(k: float, lambda_: float) -> Tensor:
+        return (k * log_w + lambda_ * (1 - log_w.exp())).exp()
+
+    weight = torch.where(advantage > 0, phi(k_pos, lambda_pos), phi(k_neg, lambda_neg))
+    return -weight * advantage * logp
+
+
+def opsm(
+    logp: Tensor,
+    logp_behavior: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    e_b: float,
+    *,
+    eps: float = 0.2,
+    delta: float = 0.5,
+) -> Tensor:
+    """Return GRPO's loss, and 0 for a response with A < 0 that has become unlikely.
+
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, equation 9, by TRL
+    1.16.0 (get_off_policy_mask) and slime (compute_opsm_mask). A response with A < 0 is
+    dropped if the mean of log(pi_b / pi_theta) over its tokens exceeds delta.
+
+    1. Both codes leave the mask off until it is asked for. TRL's documentation gives
+       0.5 as an example of delta, which is the default here. slime's default is 1e-4.
+    2. As in TRL, pi_b is what the engine sampled from. slime's pi_b is the trainer's
+       policy before the first update on a rollout batch, unless it is told otherwise.
+    3. A dropped response adds exactly 0, even if one of its ratios overflows.
+    """
+    log_rho = logp - logp_behavior
+    total, length = response_log_ratio(logp.detach(), logp_behavior, advantage)
+    is_near = (advantage >= 0) | (-total / length <= delta)  # [N, T]
+    rho = log_rho.where(is_near, 0.0).exp()
+    return clipped_loss(rho, advantage, eps, eps) * is_near
