@@ -35,6 +35,12 @@ COLORS = {
     "rec": "#D95F02",
     "opmd": "#7570B3",
     "sapo": "#66A61E",
+    "ipo": "#1F78B4",
+    "sequence_mask": "#A6761D",
+    "dppo_tv": "#B2182B",
+    "icepop": "#35978F",
+    "vespo": "#762A83",
+    "opsm": "#4D9221",
 }
 
 

@@ -18,6 +18,9 @@ two parts have is made once. The parts:
     neighbours   the objectives of papers that stand beside P3O's, and the two best of
                  five other statistics in place of e_B, three seeds, five where it
                  breaks; the other statistics and D, one seed: 481 runs
+    rules        six rules that frameworks and papers of 2026 use, where it matters and
+                 with 32 updates, three seeds, and what they are compared with there:
+                 111 runs
 
 What a run does not set is EVERY_RUN and the defaults of train.py. Trainer and rollouts
 compute in float32, so that no result hangs on the CPU; only the engine of fp8 does not.
@@ -74,6 +77,11 @@ MISMATCHES: dict[str, Flags] = {
     "4 minibatches": {"minibatches": 4},
     "T = 1.2, lag 4": {"temperature": 1.2, "lag": 4},
 }
+# The off-policy part of Stanford CS336's assignment 5 (spring 2026): a step samples 256
+# responses and makes one update on each group of 8, so the last is 31 updates old.
+COURSE: dict[str, Flags] = {
+    "32 updates": {"prompts_per_step": 32, "group_size": 8, "minibatches": 32}
+}
 # Where P3O, GRPO 0.2 or REINFORCE lost 0.1 or more, with the first seed, in the first
 # version's runs.
 BREAKING = ("lag 4", "lag 16", "4 updates", "16 updates", "4 minibatches")
@@ -86,6 +94,7 @@ RAW = "p3o, raw log pi_b"
 A3PO = "a3po"
 D = "p3o, e_B where signal"  # A to D in study/README.md
 NEIGHBOURS = ("m2po", "bapo", "asymre", "rec", "opmd", "sapo")
+RULES = ("ipo", "sequence_mask", "dppo_tv", "icepop", "vespo", "opsm")
 STATISTICS = (
     "p3o, e_B of responses",
     "p3o, e_B of mean ratios",
@@ -96,6 +105,17 @@ STATISTICS = (
 # With the two statistics that are best in the mean of lags 4 and 16, 16 updates and
 # T = 1.6, with the first seed.
 RIVALS = (*NEIGHBOURS, "p3o, e_B of responses", "p3o, recent e_B")
+NO_CLIP = "grpo, no clip"
+# What the course's part compares, and P3O with the two variants that did best.
+IN_COURSE = (
+    "p3o",
+    "grpo 0.2",
+    "reinforce",
+    "p3o, e_B = 0.9",
+    "p3o, e_B of responses",
+    "gspo",
+    NO_CLIP,
+)
 REMEDIES = (
     "p3o, KL at one heat",  # A
     "p3o, KL where signal",  # B
@@ -113,6 +133,7 @@ OBJECTIVES: dict[str, Flags] = {
     "p3o": {},
     "grpo 0.2": {"objective": "grpo"},
     "grpo 0.4": {"objective": "grpo", "objective_args": "eps=0.4"},
+    NO_CLIP: {"objective": "grpo", "objective_args": "eps=1e9"},
     "reinforce": {"objective": "reinforce"},
     "p3o, no KL": ablation("cap_without_kl"),
     "p3o, k3": ablation("k3"),
@@ -120,7 +141,7 @@ OBJECTIVES: dict[str, Flags] = {
     "p3o, no cap": ablation("kl_without_cap"),
     **{
         name: {"objective": f"tools.objectives:{name}"}
-        for name in ("dapo", "gspo", "cispo", "tis", A3PO, *NEIGHBOURS)
+        for name in ("dapo", "gspo", "cispo", "tis", A3PO, *NEIGHBOURS, *RULES)
     },
     **{
         f"p3o, e_B = {level}": ablation("fixed_ess", objective_args=f"level={level}")
@@ -170,6 +191,12 @@ PARTS: dict[str, list[Cell]] = {
     + at_rate(BREAKING, RIVALS, (3, 4))
     + at_rate(MISMATCHES, (*STATISTICS, D), [0])
     + at_rate(("lag 16", "lag 4", "T = 1.2, lag 4"), [A3PO], range(3)),
+    "rules": [
+        cell
+        for seed in range(3)
+        for cell in at_rate(COURSE, (*IN_COURSE, *RULES), [seed])
+        + at_rate(("lag 16", "16 updates", "T = 1.6", "lag 4"), RULES, [seed])
+    ],
 }
 
 
@@ -185,7 +212,9 @@ def command_of(cell: Cell, done: Runs, folder: Path) -> list[str]:
 
     Raises Refused where one is missing.
     """
-    flags = EVERY_RUN | MISMATCHES[cell.mismatch] | OBJECTIVES[cell.objective]
+    flags = (
+        EVERY_RUN | (MISMATCHES | COURSE)[cell.mismatch] | OBJECTIVES[cell.objective]
+    )
     flags |= {"learning_rate": cell.learning_rate, "seed": cell.seed}
     if cell.objective == A3PO:
         flags["objective_args"] = f"alpha={1 - 1 / flags['lag']}"

@@ -245,12 +245,14 @@ def weight_by_ratio(
 
 def draw_weights(path: Path) -> None:
     """The weight at A = 1, above 0, and at A = -1, below; and the pull of P3O's KL."""
-    figure, axes = panels(6)
+    figure, axes = panels(8)
     others = (
         ("grpo", "dapo", "gspo"),
         ("cispo", "tis", "sapo"),
         ("m2po", "bapo", "a3po"),
         ("reinforce", "rec", "asymre", "opmd"),
+        ("ipo", "dppo_tv", "icepop"),
+        ("sequence_mask", "vespo", "opsm"),
     )
     shown = [[("p3o", e_b) for e_b in (0.9, 0.5, 0.1)]]
     shown += [[(name, 1.0) for name in names] for names in others]

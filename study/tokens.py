@@ -37,7 +37,8 @@ TEMPLATE = Path(__file__).resolve().with_name("tokens_template.html")
 COMPARED: dict[str, Callable[..., Tensor]] = LOSSES | {
     name: getattr(objectives, name)
     for name in """dapo gspo cispo tis
-        m2po a3po bapo asymre rec opmd sapo""".split()
+        m2po a3po bapo asymre rec opmd sapo
+        ipo sequence_mask dppo_tv icepop vespo opsm""".split()
 }
 
 

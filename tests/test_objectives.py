@@ -163,8 +163,8 @@ def batch_of(responses: list[Response], dtype: torch.dtype = F64) -> Batch:
 @pytest.mark.parametrize(
     "name, options, responses, weights",
     [
-        # A rise of 0.4 and a fall of 0.35 are above 0.3, whatever the sign of A. A rise of
-        # 0.2 and a fall of 0.25 are not.
+        # A rise of 0.4 and a fall of 0.35 are above 0.3, whatever the sign of A. A rise
+        # of 0.2 and a fall of 0.25 are not.
         (
             "ipo",
             {},
@@ -187,7 +187,7 @@ def batch_of(responses: list[Response], dtype: torch.dtype = F64) -> Batch:
                 -0.1 * math.log(0.3 / 0.25),
             ],
         ),
-        # 4 x 0.5 = 2 is kept, although one ratio is 4. 2 x 1.75 = 3.5 is above 3, though
+        # 4 x 0.5 = 2 is kept, though one ratio is 4. 2 x 1.75 = 3.5 is above 3, though
         # no ratio is. 0.1 x 0.1 = 0.01 is kept: there is no lower bound.
         (
             "sequence_mask",
