@@ -1,14 +1,18 @@
-"""More objectives that P3O is compared with. Each names its source.
+"""Objectives that P3O is compared with. Each docstring names the source.
 
     python train.py --objective tools.objectives:dapo
     python train.py --objective tools.objectives:tis --objective_args C=1
 
-Each is a function of the five arguments of `loss.p3o`, and returns the loss of each
-token, [N, T]. None of them looks at the KL or at e_B. rho is pi_theta / pi_b. Padding
-is 0 in all arguments, and train.py leaves its loss out before it sums.
+Each function takes the five arguments of `loss.p3o` and returns the loss of each token,
+[N, T]. None of them uses the KL or e_B. rho is pi_theta / pi_b, and sg is the
+stop-gradient. Padding is 0 in all arguments, and train.py leaves its loss out of the
+sum.
 
-m2po and bapo decide on the whole batch. They see one micro-batch on one rank, so B has
-to be no more than that. All others give B's gradient however it is divided.
+m2po and bapo decide on the whole batch B. They see only one micro-batch of one rank, so
+B must be a single micro-batch on a single rank. The gradient of all the other
+objectives is the same however B is divided.
+
+Numbered points in a docstring are the deviations from the source.
 """
 
 import math
@@ -20,13 +24,13 @@ from torch import Tensor
 def clipped_loss(
     ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float
 ) -> Tensor:
-    """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A), PPO's clipped loss.
+    """Return PPO's -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): [N, T].
 
-    ratio is [N, T], or [N, 1] where a response has one; advantage is [N, T]. Raises
-    ValueError if a bound is on the wrong side of 1.
+    advantage is [N, T]. ratio is [N, T], or [N, 1] if each response has a single ratio.
+    Raises ValueError if eps_low or eps_high is negative.
     """
     if min(eps_low, eps_high) < 0:
-        raise ValueError(f"{eps_low=}, {eps_high=}: both have to be at least 0")
+        raise ValueError(f"{eps_low=}, {eps_high=}: both must be at least 0")
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     return -torch.minimum(ratio * advantage, clipped * advantage)
 
@@ -56,11 +60,13 @@ def dapo(
     eps_low: float = 0.2,
     eps_high: float = 0.28,
 ) -> Tensor:
-    """GRPO's loss with a range that is wider above: [N, T].
+    """Return GRPO's loss with a clip range that is wider above 1: [N, T].
 
-    DAPO, arXiv 2503.14476, equation 8, without its constraint: groups whose responses
-    are all right or all wrong are not sampled again. A token with rho > 1 + eps_high
-    has no gradient if A > 0, and the weight rho A, without a bound, if A < 0.
+    DAPO, arXiv 2503.14476, equation 8. A token with rho > 1 + eps_high has no gradient
+    if A > 0. If A < 0 its weight is rho A, which has no bound.
+
+    1. The paper's constraint is left out: groups whose responses are all right or all
+       wrong are not sampled again.
     """
     rho = (logp - logp_behavior).exp()
     return clipped_loss(rho, advantage, eps_low, eps_high)
@@ -76,9 +82,9 @@ def gspo(
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
-    """DAPO's loss with one ratio for a whole response, exp(mean_t log rho_t): [N, T].
+    """Return DAPO's loss with one ratio per response, exp(mean_t log rho_t): [N, T].
 
-    GSPO, arXiv 2507.18071, equations 5 and 7, with one deviation:
+    GSPO, arXiv 2507.18071, equations 5 and 7.
 
     1. The paper averages over responses. Here, as everywhere in this repository, the
        mean is over tokens, so a long response counts more than a short one.
@@ -97,11 +103,12 @@ def tis(
     *,
     C: float = 2.0,
 ) -> Tensor:
-    """-sg(min(rho, C)) A log pi_theta, truncated importance sampling: [N, T].
+    """Return -sg(min(rho, C)) A log pi_theta, truncated importance sampling: [N, T].
 
-    IMPALA, arXiv 1802.01561, with C = 1 there. Other RLHF code truncates pi_old / pi_b
-    at 2 and keeps PPO's clip beside it, which is the same at the first update of a
-    rollout batch.
+    IMPALA, arXiv 1802.01561, where C is 1.
+
+    1. Other RLHF code truncates pi_old / pi_b at 2 and multiplies it by PPO's clipped
+       loss in pi_theta / pi_old. The two agree at the first update on a rollout batch.
     """
     rho = (logp - logp_behavior).exp()
     return -rho.clamp(max=C).detach() * advantage * logp
@@ -116,11 +123,11 @@ def cispo(
     *,
     eps_high: float = 4.0,
 ) -> Tensor:
-    """-sg(min(rho, 1 + eps_high)) A log pi_theta: [N, T].
+    """Return -sg(min(rho, 1 + eps_high)) A log pi_theta: [N, T].
 
-    MiniMax-M1, arXiv 2506.13585, equations 4 and 5, which have no lower bound and give
-    no value. With 4 the cap is 5, as ScaleRL has it. TRL's epsilon_high is the cap
-    itself.
+    CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5, which have no lower bound.
+    The paper gives no value for eps_high. The default of 4 makes the cap 5, as in
+    ScaleRL. TRL's epsilon_high is the cap itself.
     """
     return tis(logp, logp_behavior, advantage, kl, e_b, C=1 + eps_high)
 
@@ -134,28 +141,29 @@ def m2po(
     *,
     tau: float = 0.04,
 ) -> Tensor:
-    """-rho A, and 0 for the tokens that have moved most: [N, T].
+    """Return -rho A, and 0 for the tokens that have moved most: [N, T].
 
-    M2PO, arXiv 2510.01161, Algorithm 1, as its authors' page shows it. It is about
-    tokens that have moved where their advantage pushes them: A > 0 and rho > 1, or
-    A < 0 and rho < 1. Of these the one with the largest (log rho)^2 is dropped until
-    the mean of (log rho)^2 over those that are left is at most tau. B is one part here.
+    M2PO, arXiv 2510.01161, Algorithm 1, as shown on its authors' page. The candidates
+    are the tokens that have moved in the direction of their advantage: A > 0 and
+    rho > 1, or A < 0 and rho < 1. The candidate with the largest (log rho)^2 is dropped
+    until the mean of (log rho)^2 over the remaining ones is at most tau. B must be a
+    single micro-batch.
 
     1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
-       exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau.
-       It does so for each micro-batch and rank.
-    2. AReaL's code drops tokens whatever the sign of A, by the ratio of the policy
-       before the update to pi_b, and always keeps one.
+       exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau, for
+       each micro-batch and rank.
+    2. AReaL's code drops tokens whatever the sign of A, uses the ratio of the policy
+       before the update to pi_b, and always keeps one token.
     """
     log_rho = logp - logp_behavior
     moved = (advantage * log_rho).detach() > 0  # [N, T]
     squares, order = log_rho.detach()[moved].square().sort()  # [M] each
     count = torch.arange(1, len(squares) + 1, device=squares.device)
-    # The means of the smallest squares can only grow.
-    kept = squares.cumsum(dim=0) / count <= tau
-    counts = torch.ones_like(moved)
-    counts[moved] = torch.empty_like(kept).scatter(0, order, kept)
-    return -log_rho.where(counts, 0.0).exp() * advantage * counts
+    # The mean of the smallest squares can only grow as more of them are added.
+    is_below = squares.cumsum(dim=0) / count <= tau
+    stays = torch.ones_like(moved)
+    stays[moved] = torch.empty_like(is_below).scatter(0, order, is_below)
+    return -log_rho.where(stays, 0.0).exp() * advantage * stays
 
 
 def a3po(
@@ -169,23 +177,23 @@ def a3po(
     eps: float = 0.4,
     cap: float = 5.0,
 ) -> Tensor:
-    """PPO's clipped loss around a policy between pi_b and pi_theta: [N, T].
+    """Return PPO's clipped loss around a policy between pi_b and pi_theta: [N, T].
 
-    A-3PO, arXiv 2512.06547, by AReaL's code and page. It is decoupled PPO, arXiv
-    2110.00641, without the pass over the batch that log pi_prox would take:
+    A-3PO, arXiv 2512.06547, by AReaL's code and documentation. It is decoupled PPO,
+    arXiv 2110.00641, without the extra pass over the batch for log pi_prox:
 
         log pi_prox = log pi_b + alpha (sg(log pi_theta) - log pi_b)
         loss = pi_prox / pi_b times the clipped loss in r = pi_theta / pi_prox
 
-    alpha is (d - 1) / d for data that are d updates old, and 0 for fresh data, where
-    this is GRPO's loss. What is clipped is rho^(1 - alpha), so the older the data, the
-    wider the range of rho. eps and cap are of AReaL's example, whose d is at most 2.
+    alpha is (d - 1) / d for data that are d updates old. For fresh data it is 0, and
+    the loss is GRPO's. The loss clips rho^(1 - alpha), so the older the data, the wider
+    the range of rho. eps and cap are those of AReaL's example, whose d is at most 2.
 
-    1. alpha is one number for all data of a run, the first and fresher ones too, and
-       AReaL's is each token's own.
+    1. Here alpha is one number for all data of a run, including its first, fresher
+       data. In AReaL each token has its own alpha.
     2. For fresh data the paper's pi_prox is pi_theta, and nothing is clipped.
-    3. A token with pi_prox / pi_b above cap has no loss, as in AReaL. Its example also
-       normalizes advantages over the batch.
+    3. As in AReaL, a token with pi_prox / pi_b above cap has no loss. AReaL's example
+       also normalizes advantages over the batch.
     """
     log_rho = logp - logp_behavior
     log_weight = alpha * log_rho.detach()  # log(pi_prox / pi_b)
@@ -209,25 +217,27 @@ def bapo(
     high_max: float = 3.0,
     high_step: float = 0.1,
 ) -> Tensor:
-    """The clipped loss, with bounds that give A > 0 its share of the batch: [N, T].
+    """Return the clipped loss, with bounds that balance A > 0 and A < 0: [N, T].
 
     BAPO, arXiv 2510.18927, equation 8, by its authors' code and README. low and high
-    are bounds of rho itself. A token counts min(rho, high) A if A > 0, and
+    are bounds on rho itself. A token contributes min(rho, high) A if A > 0, and
     max(rho, low) |A| if A < 0. First low rises, then high, until the tokens with A > 0
-    have the share `target` of the sum. A higher low drops more tokens with A < 0, but
-    by this measure they count more, so that low rises to its end or not at all. B is
-    one part here.
+    contribute at least the share `target` of the sum. A higher low drops more tokens
+    with A < 0, but in this sum it makes them contribute more, so low rises either to
+    its maximum or not at all. B must be a single micro-batch.
 
-    1. The README's target is a share of the sum, 0.5. The code compares A > 0 with
-       A < 0, and asks for 1, which is the same, in its YAML, and for 0.5 in its script.
-       Advantages of a group add up to 0, so where its data are fresh and its responses
-       equally long, the share is 0.5 but for rounding, which then moves the bounds.
-    2. The paper's target is 0.4, high rises before low, by 0.05 and 0.02, and a token
-       counts times pi_b. Advantages of a group add up to 0, so without these weights
-       0.4 is nearly always reached, and the bounds stay where they begin.
-    3. The ranges are the paper's, and the steps the script's. The YAML's ranges end at
-       0.8 and 2.0, and its high rises by 0.05; the script's go from 0.8 to 0.95 and to
-       2.0. The authors' code decides for each micro-batch, over all ranks.
+    1. The README's target is a share of the sum, 0.5. The code instead divides the
+       contribution of A > 0 by that of A < 0; its YAML asks for a quotient of 1, which
+       is the same, and its script for 0.5. The advantages of a group add up to 0, so
+       for fresh data with responses of equal length the share is 0.5 up to rounding,
+       and then rounding moves the bounds.
+    2. In the paper the target is 0.4, high rises before low, in steps of 0.05 and 0.02,
+       and each contribution is multiplied by pi_b. Without that factor 0.4 is nearly
+       always reached, and the bounds stay where they start.
+    3. The ranges are the paper's, and the steps are the script's. In the YAML the
+       ranges end at 0.8 and 2.0, and high rises in steps of 0.05. In the script the
+       ranges are 0.8 to 0.95 and up to 2.0. The authors' code sets the bounds for each
+       micro-batch, over all ranks.
     4. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
     """
     rho = (logp - logp_behavior).exp()
@@ -237,7 +247,7 @@ def bapo(
         counted = bounded.detach() * advantage
         return counted.clamp(min=0).sum() / counted.abs().sum()
 
-    # Without any advantage the share is NaN, and nothing is raised.
+    # If all advantages are 0, the share is NaN, and neither bound moves.
     while share() < target and low < low_max:
         low = min(low + low_step, low_max)
     while share() < target and high < high_max:
@@ -254,17 +264,17 @@ def asymre(
     *,
     delta: float = -0.1,
 ) -> Tensor:
-    """-(A - delta) log pi_theta, REINFORCE with a baseline that is lower: [N, T].
+    """Return -(A - delta) log pi_theta, REINFORCE with a lower baseline: [N, T].
 
-    AsymRE, arXiv 2506.20520, where A = r - (V + delta) with V the mean of the group.
-    Groups whose responses are all alike have a signal too: the same as imitating pi_b.
-    The default is that of Trinity-RFT and, by an account of it, of the paper, whose
-    rewards are -1 and 1.
+    AsymRE, arXiv 2506.20520, has A = r - (V + delta), where V is the mean of the group.
+    A group whose rewards are all equal therefore has a signal too: to imitate pi_b. The
+    default delta is that of Trinity-RFT and, according to a secondary account, of the
+    paper, whose rewards are -1 and 1.
 
     1. A is divided by the group's standard deviation, unless --scale_advantage is
-       false, and delta is subtracted after that.
+       false. delta is subtracted afterwards.
 
-    Padding has a gradient here, delta, which train.py leaves out of its sum.
+    Padding has the gradient delta here, which train.py leaves out of its sum.
     """
     return -(advantage - delta) * logp
 
@@ -278,9 +288,9 @@ def rec(
     *,
     eps: float = 0.2,
 ) -> Tensor:
-    """-A log pi_theta, and 0 where GRPO's loss has no gradient: [N, T].
+    """Return -A log pi_theta, and 0 for tokens without a gradient in GRPO: [N, T].
 
-    REC-OneSide-NoIS, arXiv 2509.24203, by its authors' code in Trinity-RFT: clipping
+    REC-OneSide-NoIS, arXiv 2509.24203, by its authors' code in Trinity-RFT, is clipping
     without importance weights.
 
     1. A is divided by the group's standard deviation, unless --scale_advantage is
@@ -300,13 +310,14 @@ def opmd(
     *,
     tau: float = 0.2,
 ) -> Tensor:
-    """-A log pi_theta + tau / 2 (log rho)^2: [N, T].
+    """Return -A log pi_theta + tau / 2 (log rho)^2: [N, T].
 
-    The gradient of online policy mirror descent in Kimi k1.5, arXiv 2501.12599, as
-    Trinity-RFT has it beside arXiv 2509.24203, whose coefficient of 0.1 is tau / 2.
+    Online policy mirror descent as in Kimi k1.5, arXiv 2501.12599, in the form that
+    Trinity-RFT implements for arXiv 2509.24203. Its coefficient of 0.1 is tau / 2.
 
-    1. Kimi squares the sum of log rho over a response, and Trinity-RFT each token's:
-       its k2 loss. The loss that it calls opmd is another, -A log pi / (1 + tau).
+    1. Kimi squares the sum of log rho over a response. Trinity-RFT's k2 loss squares
+       the log rho of each token, as here. The loss that Trinity-RFT calls opmd is a
+       different one, -A log pi / (1 + tau).
     2. A is divided by the group's standard deviation, as in `rec`.
     """
     return -advantage * logp + tau / 2 * (logp - logp_behavior).square()
@@ -322,13 +333,14 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> Tensor:
-    """-4 / tau sigmoid(tau (rho - 1)) A, clipping made smooth: [N, T].
+    """Return -4 / tau sigmoid(tau (rho - 1)) A, a smooth form of clipping: [N, T].
 
-    SAPO, arXiv 2511.20347, by AReaL's code, with tau_pos where A > 0. The weight of a
-    token is A at rho = 1, and next to nothing above rho = 10.
+    SAPO, arXiv 2511.20347, by AReaL's code. tau is tau_pos if A > 0, else tau_neg. The
+    weight of a token is A at rho = 1 and almost 0 above rho = 10.
 
-    1. The paper averages over responses; here the mean is over tokens.
-    2. Trinity-RFT weights grad log pi_theta with the gate, which grows with rho.
+    1. The paper averages over responses. Here the mean is over tokens.
+    2. Trinity-RFT multiplies grad log pi_theta by the sigmoid itself, which grows with
+       rho.
     """
     rho = (logp - logp_behavior).exp()
 
@@ -348,7 +360,7 @@ def ipo(
     eps: float = 0.3,
     kl_tau: float = 0.0,
 ) -> Tensor:
-    """Return -rho A, and 0 for a token whose probability has moved by more than eps.
+    """Return -rho A, and 0 for a token that moved by more than eps: [N, T].
 
     IPO is the default of prime-rl v0.9.0, whose pull requests 3418 and 3586 give its
     form and its defaults. A token is dropped if |pi_theta - pi_b| > eps, whatever the
@@ -373,7 +385,7 @@ def sequence_mask(
     *,
     cap: float = 3.0,
 ) -> Tensor:
-    """Return -sg(w) A log pi_theta, and 0 for a response whose w is above cap.
+    """Return -sg(w) A log pi_theta, and 0 for a response with w > cap: [N, T].
 
     w is the product of rho over the tokens of a response. This is TRL's default
     correction (1.16.0, vllm_importance_sampling_mode "sequence_mask"), which has no
@@ -400,7 +412,7 @@ def dppo_tv(
     eps: float = 0.2,
     cap: float = 20.0,
 ) -> Tensor:
-    """Return -sg(min(rho, cap)) A log pi_theta, and 0 for a token that moved too far.
+    """Return -sg(min(rho, cap)) A log pi_theta, and 0 for far tokens: [N, T].
 
     DPPO-Binary-TV, arXiv 2602.04879, by verl 0.9.1 (compute_policy_loss_dppo_tv). A
     token with A > 0 is dropped if pi_theta - pi_b > eps, and one with A < 0 if
@@ -427,7 +439,7 @@ def icepop(
     low: float = 0.5,
     high: float = 5.0,
 ) -> Tensor:
-    """Return -sg(rho) A log pi_theta, and 0 for a token with rho outside [low, high].
+    """Return -sg(rho) A log pi_theta, and 0 if rho is outside [low, high]: [N, T].
 
     IcePop, arXiv 2510.18855, with the paper's bounds, by slime (icepop_function) and
     verl 0.9.1 (rollout_is_threshold "0.5_5.0"). Both keep a rho that equals a bound.
@@ -454,7 +466,7 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    """Return -sg(w^k exp(lambda (1 - w))) A log pi_theta, a smooth limit on responses.
+    """Return -sg(w^k exp(lambda (1 - w))) A log pi_theta: [N, T].
 
     w is the product of rho over the tokens of a response. VESPO, arXiv 2602.10693,
     Appendix I, by its authors' verl recipe and TRL 1.16.0. k_pos and lambda_pos are for
@@ -486,7 +498,7 @@ def opsm(
     eps: float = 0.2,
     delta: float = 0.5,
 ) -> Tensor:
-    """Return GRPO's loss, and 0 for a response with A < 0 that has become unlikely.
+    """Return GRPO's loss, and 0 for a response with A < 0 that became unlikely: [N, T].
 
     Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, equation 9, by TRL
     1.16.0 (get_off_policy_mask) and slime (compute_opsm_mask). A response with A < 0 is
