@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k,math \\
         --max_response_tokens 4096 --kv_cache_gb 8
 
-pass@k is the probability that at least one of k samples is right (of reward 1). From
-n >= k samples, c of them right, it is estimated without bias by 1 - C(n - c, k) /
-C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{config.json,
-results.json, samples.jsonl}. In float32, the default on a CPU, the counts are the same
-on any number of ranks; a bfloat16 engine rounds differently in batches of another size,
-which flips single tokens.
+pass@k is the probability that at least one of k samples is correct (has reward 1). From
+n >= k samples, of which c are correct, it is estimated without bias by 1 - C(n - c, k)
+/ C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{config.json,
+results.json, samples.jsonl}. In float32, the default on a CPU, the counts do not depend
+on the number of ranks. A bfloat16 engine rounds differently in batches of another size,
+which changes single tokens.
 """
 
 import json
@@ -84,9 +84,10 @@ class EvalConfig(Flags):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased pass@k where c of n samples are right (arXiv 2107.03374).
+    """Return the unbiased estimate of pass@k from n samples, of which c are correct.
 
-    ValueError unless 0 <= c <= n and 1 <= k <= n.
+    The source is arXiv 2107.03374. Raises ValueError unless 0 <= c <= n and
+    1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(
@@ -96,15 +97,15 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def with_interval(passes: list[float]) -> dict[str, Any]:
-    """The mean of pass@k over the problems of a task, and a 95% interval of it.
+    """Return the mean of pass@k over the problems of a task, with a 95% interval.
 
     `passes` has the pass@k of each problem. The interval is scipy's percentile
     bootstrap over problems. If the mean is 0 or 1, every resample would be the same, so
-    the interval is the exact binomial one. A single problem tells nothing of others:
-    its interval is 0 to 1. If all problems have the same value between 0 and 1, the
-    interval has no width.
+    the exact binomial interval is used. A single problem is no evidence about others,
+    so its interval is 0 to 1. If all problems have the same value between 0 and 1, the
+    interval has width 0.
     """
-    # Not at the top of the file: it takes half a second, and train.py can do without.
+    # Imported here because it takes half a second and train.py does not need it.
     from scipy.stats import binomtest, bootstrap
 
     value, problems = float(np.mean(passes)), len(passes)
@@ -120,9 +121,9 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
 
 
 def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
-    """pass@k of each task, for k = 1, 2, 4, ... and n.
+    """Return pass@k of each task, for k = 1, 2, 4, ... and n.
 
-    `correct` has the number of right samples, of n, for each problem of a task.
+    `correct` has, for each problem of a task, how many of its n samples are correct.
     """
     ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
     return {
@@ -139,15 +140,16 @@ def evaluate(
     seed: int = 0,
     **sampling: Any,
 ) -> list[dict[str, list]]:
-    """`samples` responses to each problem, their rewards, and which were truncated.
+    """Sample responses to each problem; return them with rewards and truncation.
 
-    The ranks share the problems, with noise that depends on the problem alone, and all
-    return the responses to all problems. `sampling` are others of vLLM's
+    The result has a dictionary for each problem, whose lists have `samples` entries.
+    The ranks share the problems, and all of them return the whole result. The sampling
+    noise depends only on the problem. `sampling` has further fields of vLLM's
     SamplingParams. A collective.
     """
-    # Rank r of w has the problems r, r + w, ... Every rank has to sample something, as
-    # an engine may be shared, and Rollouts cannot be empty. So a rank without problems
-    # of its own repeats the first.
+    # Rank r of w has the problems r, r + w, ... Every rank has to sample something,
+    # because ranks may share an engine and Rollouts cannot be empty. So a rank without
+    # problems of its own repeats the first problem.
     indices = prompts_of_rank(len(split.prompts)) or [0]
     rollouts = engine.sample(
         [split.prompts[i] for i in indices],
@@ -161,38 +163,43 @@ def evaluate(
         "truncated": rollouts.truncated.tolist(),
     }
     own = {}
-    for place, index in enumerate(indices):
-        rows = slice(place * samples, (place + 1) * samples)
+    for number, index in enumerate(indices):
+        rows = slice(number * samples, (number + 1) * samples)
         own[index] = {name: column[rows] for name, column in columns.items()}
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    found = {i: of_problem for part in gathered for i, of_problem in part.items()}
-    return [found[i] for i in range(len(split.prompts))]
+    results = {index: result for rank in gathered for index, result in rank.items()}
+    return [results[index] for index in range(len(split.prompts))]
 
 
 def heldout_accuracy(
     engine: Engine, heldout: Dataset, policy_temperature: float, max_tokens: int
 ) -> dict[str, float]:
-    """The share of the problems that the policy solves, in one sample and greedily.
+    """Return the share of problems that the policy solves, sampled once and greedily.
 
-    Sampled accuracy may rise because a policy grows more certain. Greedy accuracy
-    beside it tells whether it has learned. Responses are cut at max_tokens. A
-    collective.
+    Sampled accuracy may rise only because a policy becomes more certain. Greedy
+    accuracy beside it shows whether the policy has learned. Responses are truncated at
+    max_tokens. A collective.
     """
     accuracies = {}
     for name, temperature in (("pass@1", policy_temperature), ("greedy", 0.0)):
-        found = evaluate(
+        results = evaluate(
             engine, heldout, temperature=temperature, max_tokens=max_tokens
         )
-        is_right = [each["rewards"] == [1.0] for each in found]
-        accuracies[f"heldout_{name}"] = float(np.mean(is_right))
+        is_solved = [result["rewards"] == [1.0] for result in results]
+        accuracies[f"heldout_{name}"] = float(np.mean(is_solved))
     return accuracies
 
 
 def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Dataset]]:
-    """The model's folder or hub name, and the problems of each task. Raises Refused."""
+    """Return the model's folder or hub name and the problems of each task.
+
+    Raises Refused if the model, a task or the combination of fields cannot be used.
+    """
     if cfg.samples > 1 and cfg.temperature == 0:
-        raise Refused(f"samples is {cfg.samples}: greedy samples are all the same")
+        raise Refused(
+            f"samples is {cfg.samples} and temperature 0: greedy samples are all equal"
+        )
     check_free(cfg.out_dir)
     model = folder_of(cfg.model)
     tokenizer, config = check_model(model, cfg.rollout_tp)
@@ -210,10 +217,10 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Dataset]]:
 
 
 def main() -> None:
-    # What the user can get wrong comes first, before anything slow is built.
     cfg = parse_flags(EvalConfig)
     if cfg.dtype == "auto":
         cfg.dtype = default_dtype()
+    # The user's input is checked before anything slow is built.
     model, benchmarks = load_benchmarks(cfg)
     out = Path(cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}"))
     init_distributed()
@@ -235,7 +242,7 @@ def main() -> None:
     engine.show_progress = is_first
     content: dict[str, Any] = {"correct": {}, "settings": cfg.model_dump()}
     for task, split in benchmarks.items():
-        found = evaluate(
+        results = evaluate(
             engine,
             split,
             samples=cfg.samples,
@@ -244,33 +251,38 @@ def main() -> None:
             top_p=cfg.top_p,
             max_tokens=cfg.max_response_tokens,
         )
-        content["correct"][task] = [each["rewards"].count(1.0) for each in found]
+        content["correct"][task] = [each["rewards"].count(1.0) for each in results]
         if is_first:
-            keep(out, task, split, found)
+            write_samples(out, task, split, results)
     if is_first:
-        # The counts are on the disk before the intervals, which take a while.
-        results = out / "results.json"
-        results.write_text(json.dumps(content, indent=1) + "\n")
+        # Write the counts before computing the intervals, which takes a while.
+        path = out / "results.json"
+        path.write_text(json.dumps(content, indent=1) + "\n")
         estimates = estimate(content["correct"], cfg.samples)
         content = {"pass@k": estimates} | content
-        results.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1) + "\n")
         for task, by_k in estimates.items():
             for k, passed in by_k.items():
                 low, high = passed["interval"]
                 print(f"{task}: pass@{k} {passed['value']:.3f} [{low:.3f}, {high:.3f}]")
-        print(f"{results} has this by problem, and samples.jsonl the responses")
+        print(f"{path} has the counts by problem, and samples.jsonl the responses")
 
 
-def keep(out: Path, task: str, split: Dataset, found: list[dict[str, list]]) -> None:
-    """Add what `evaluate` found to samples.jsonl, and say what it lacks."""
-    for problem, of_problem in zip(split.problems, found, strict=True):
-        append_row(out / "samples.jsonl", {"task": task, **problem, **of_problem})
-    truncated = np.mean([each["truncated"] for each in found])
+def write_samples(
+    out: Path, task: str, split: Dataset, results: list[dict[str, list]]
+) -> None:
+    """Append the results of `evaluate` to samples.jsonl; print what is wrong with them.
+
+    These are the shares of truncated responses and of responses without an answer.
+    """
+    for problem, result in zip(split.problems, results, strict=True):
+        append_row(out / "samples.jsonl", {"task": task, **problem, **result})
+    truncated = np.mean([result["truncated"] for result in results])
     print(f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens")
     if split.verifier in ("gsm8k", "math"):
-        texts = [split.opened + text for each in found for text in each["responses"]]
+        texts = [split.opened + text for each in results for text in each["responses"]]
         unmarked = np.mean([not final_answer(without_thoughts(text)) for text in texts])
-        print(f"{task}: {unmarked:.0%} of them have neither a \\boxed{{}} nor ####")
+        print(f"{task}: {unmarked:.0%} of them have neither \\boxed{{}} nor ####")
 
 
 if __name__ == "__main__":

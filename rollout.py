@@ -1,8 +1,8 @@
-"""Rollouts: what the vLLM engine samples, and with which probability it does.
+"""Rollouts: responses that a vLLM engine samples, and log pi_b of their tokens.
 
-The behavior policy pi_b of (7) and (12) is what vLLM really drew from: after
-temperature, top-p and top-k, in the engine's precision. The engine runs inside the
-trainer's process, by the same code on CPU and CUDA.
+The behavior policy pi_b of (7) and (12) is the distribution that vLLM really drew from:
+after temperature, top-p and top-k, in the engine's precision. The engine runs inside
+the trainer's process, with the same code on CPU and CUDA.
 """
 
 import logging
@@ -24,82 +24,80 @@ from support.command import Refused, Stopped
 
 @dataclass
 class Rollouts:
-    """N responses, padded on the right. Column t of [N, T]: a response's t-th token."""
+    """N responses, padded on the right. In [N, T], column t is a response's token t."""
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
     mask: torch.Tensor  # [N, T] bool: True on response tokens
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
-    top_tokens: torch.Tensor  # [N, T, K] the K tokens that pi_b finds most likely there
-    top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of these, nats
+    top_tokens: torch.Tensor  # [N, T, K] the K most likely tokens of pi_b at each
+    top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of top_tokens, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without its end of sequence
-    weight_version: str  # of the weights that sampled: the step they are from
-    gold: list[str] | None = None  # [P] the right answer to each prompt of the batch
+    weight_version: str  # the step after which the sampling weights were synced
+    gold: list[str] | None = None  # [N] the right answer
     reward: torch.Tensor | None = None  # [N]
-    advantage: torch.Tensor | None = None  # [N, T], the same for a response's tokens
+    advantage: torch.Tensor | None = None  # [N, T], equal on all tokens of a response
 
     def select(self, rows: torch.Tensor, device: torch.device) -> "Rollouts":
-        """These responses on this device, as wide as the longest of them needs.
-
-        Columns that are all padding are cut.
-        """
+        """Return these rows on this device, without columns that are all padding."""
         response_length = self.mask[rows].sum(dim=1)
         response_columns = int(response_length.max())
         token_columns = int((self.prompt_length[rows] + response_length).max())
-        chosen = {}
+        selected = {}
         for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, list):
+                selected[name] = [value[row] for row in rows]
+            elif isinstance(value, torch.Tensor):
                 value = value[rows]
                 if value.dim() > 1:
                     columns = token_columns if name == "tokens" else response_columns
                     value = value[:, :columns]
-                chosen[name] = value.to(device)
-        return replace(self, text=[self.text[row] for row in rows], **chosen)
+                selected[name] = value.to(device)
+        return replace(self, **selected)
 
 
 def prompts_of_rank(prompt_count: int) -> range:
-    """Which of the prompts this rank samples: r, r + w, r + 2w, ... for rank r of w.
+    """Return the indices of this rank's prompts: r, r + w, r + 2w, ... for rank r of w.
 
-    The responses to a prompt are a group, which is never divided among ranks.
+    The responses to one prompt are a group, which is never divided among ranks.
     """
     return range(dist.get_rank(), prompt_count, dist.get_world_size())
 
 
-def noise_seed(seed: int, place: int, samples: int) -> int:
-    """The seed of sample 0 of the prompt at `place` of a run; sample j has seed + j.
+def noise_seed(seed: int, group: int, samples: int) -> int:
+    """Return the noise seed of a group's first sample; sample j has this seed plus j.
 
-    Each prompt has `samples` of them, so no two rollouts of a run have the same noise.
-    The first seed of a run is a random number, so that two runs hardly ever share any.
+    Every group has `samples` samples, so no two samples of a run share a seed. A run's
+    first seed is a random number, so that two runs hardly ever share any.
     """
-    return random.Random(seed).getrandbits(31) + place * samples
+    return random.Random(seed).getrandbits(31) + group * samples
 
 
-def free_shared_memory() -> None:
-    """Take the name from the memory that ranks of an engine share on a CPU.
+def unlink_shared_memory() -> None:
+    """Unlink the shared memory through which ranks share an engine on a CPU.
 
-    They have found it by then. Without a name it is freed when the last of them ends,
-    and a later run finds none of it.
+    By now every rank has opened the segment. Once unlinked it is freed when the last
+    rank exits, so no stale segment is left for a later run.
     """
     for line in open("/proc/self/maps"):
         if "-cpushm" in line:  # /dev/shm/...-cpushm_0, of rank 0
             Path(line.split()[5]).unlink(missing_ok=True)
 
 
-# What every engine asks of vLLM.
-OPTIONS = {
-    # log pi_b: after temperature, top-p and top-k.
+# The arguments of vllm.LLM that are the same for every engine.
+LLM_OPTIONS = {
+    # log pi_b is taken after temperature, top-p and top-k.
     "logprobs_mode": "processed_logprobs",
-    # The head in float32, as in Policy.
+    # The head is applied in float32, as in Policy.
     "hf_overrides": {"head_dtype": "float32"},
     "distributed_executor_backend": "external_launcher",  # in this process
-    # transformers' files: Mistral's repositories have others, too.
+    # Read transformers' files, because Mistral's repositories also have others.
     "config_format": "hf",
     "tokenizer_mode": "hf",
-    # vLLM only checks that this share is free, as kv_cache_memory_bytes sets the size.
+    # vLLM only checks that this share is free; kv_cache_memory_bytes sets the size.
     "gpu_memory_utilization": 0.01,
-    # With it sampling is 1 to 5% faster, but paused engines lost tokens (vLLM's pull
-    # requests 23914 and 42042).
+    # Not yet measured here on a GPU; on a CPU vLLM does not have it.
     "async_scheduling": False,
 }
 
@@ -107,17 +105,17 @@ OPTIONS = {
 class Engine:
     """A vLLM engine in this process, or split between `tp` neighboring ranks of a node.
 
-    `init_distributed` comes first, and all ranks build their engines together.
-    quantization "fp8_per_channel" is vLLM's own, of weights and activations of the
-    linear layers; every `load_weights` quantizes anew. load_format "hf" reads the files
-    that support/models.py has checked, and "dummy" begins with random weights, so that
-    a weight which `load_weights` never brings shows at once.
-    max_model_len is in tokens, and top_logprobs is K. Raises Refused where the KV cache
-    is too small for one response, or weights and cache are larger than the free memory.
+    Call `init_distributed` first; all ranks build their engines together. quantization
+    "fp8_per_channel" is vLLM's own, for the weights and activations of linear layers;
+    every `load_weights` quantizes anew. load_format "hf" reads the files that
+    support/models.py has checked. "dummy" starts with random weights, so that a weight
+    that `load_weights` never brings is noticed at once. max_model_len is in tokens,
+    kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused if the KV
+    cache is too small for one response, or if weights and cache exceed the free memory.
     """
 
     asleep = False
-    show_progress = False  # a bar on stderr
+    show_progress = False  # whether to draw a progress bar on stderr
 
     def __init__(
         self,
@@ -139,8 +137,9 @@ class Engine:
             # vLLM reads the variable too late for some of its first messages.
             logging.getLogger("vllm").setLevel("ERROR")
             warnings.filterwarnings("ignore", category=FutureWarning)
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It overrides kv_cache_gb.
-        # Not at the top of the file: it takes seconds, and reads the variables above.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would override kv_cache_gb.
+        # Imported here and not at the top: importing vLLM takes seconds, and it reads
+        # the environment variables set above.
         from transformers import AutoConfig
         from vllm import LLM, distributed
 
@@ -151,11 +150,11 @@ class Engine:
         self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
         if cuda and dist.get_rank() == 0:
-            print("vLLM prepares CUDA graphs: a minute or more", flush=True)
+            print("vLLM captures CUDA graphs: a minute or more", flush=True)
         try:
             self.llm = LLM(
                 model,
-                **OPTIONS,
+                **LLM_OPTIONS,
                 trust_remote_code=False,
                 load_format=load_format,
                 dtype=dtype,
@@ -168,29 +167,29 @@ class Engine:
                 enforce_eager=not cuda,
                 enable_sleep_mode=self.can_sleep,
                 use_tqdm_on_load=verbose,
-                # On a CPU vLLM cannot prefill in pieces where each request has a seed.
+                # On a CPU vLLM cannot prefill in chunks if requests have seeds.
                 enable_chunked_prefill=cuda,
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
         except (ValueError, RuntimeError) as error:
-            # The path of a model may have "cache" in it, too.
+            # A plain "cache" could be part of the model's path.
             about_memory = ("cache blocks", "kv cache", "free memory", "out of memory")
             if not any(words in str(error).lower() for words in about_memory):
                 raise
-            reason, *_ = str(error).split(". ")  # then vLLM's advice on other options
+            reason, *_ = str(error).split(". ")  # The rest is advice on vLLM's options.
             hint = "; nvidia-smi shows what else uses the GPU" if cuda else ""
             raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}{hint}") from None
         if tp > 1 and not cuda:
-            free_shared_memory()
-            # Nor is vLLM's queue between these ranks used here. It frees its own.
+            unlink_shared_memory()
+            # vLLM's message queue between these ranks is not used here, either.
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = self.llm.get_tokenizer()
 
     def as_current(self) -> Any:
-        """A context in which the policy of the same model can be built.
+        """Return a context in which the policy of the same model can be built.
 
-        Models that vLLM has no code of its own for are sampled by transformers'
-        classes, which it prepares for its compiler: they then ask for its config.
+        If vLLM has no code of its own for a model, it uses the class of transformers,
+        which it decorates for its compiler. The class then asks for vLLM's config.
         """
         from vllm.config import set_current_vllm_config
 
@@ -203,19 +202,19 @@ class Engine:
         seeds: list[int],
         **sampling: Any,
     ) -> Rollouts:
-        """n responses to each prompt (token ids); those to one prompt are neighbors.
+        """Sample n responses to each prompt (token ids), which are then neighbors.
 
-        Response j to prompt i draws its noise from seeds[i] + j. `sampling` are others
-        of vLLM's SamplingParams: temperature (0: greedy), top_p, top_k, max_tokens.
-        Ranks that share an engine call it together, each with prompts of its own.
-        RuntimeError while it sleeps.
+        Response j to prompt i has noise seed seeds[i] + j. `sampling` has further
+        fields of vLLM's SamplingParams: temperature (0: greedy), top_p, top_k,
+        max_tokens. Ranks that share an engine call this together, each with its own
+        prompts. Raises RuntimeError while the engine sleeps.
         """
         from vllm import SamplingParams, distributed
 
         if self.asleep:
-            raise RuntimeError("the engine sleeps: load_weights wakes it up")
-        # The prefix cache holds what older weights computed. And a resumed run begins
-        # with an empty one, and has to sample what a run without a break does.
+            raise RuntimeError("the engine sleeps: call wake_up and load_weights first")
+        # The prefix cache holds results of older weights. Besides, a resumed run starts
+        # with an empty cache and has to sample what an uninterrupted run samples.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM kept its prefix cache: is another thread sampling?"
@@ -227,11 +226,11 @@ class Engine:
             requests_by_rank, list(zip(prompts, seeds, strict=True)), tp_group.cpu_group
         )
         all_requests = [request for rank in requests_by_rank for request in rank]
-        # This rank's own come behind those of the ranks before it.
+        # This rank's requests follow those of the ranks before it.
         first = sum(map(len, requests_by_rank[: tp_group.rank_in_group]))
         own = range(first, first + len(prompts))
-        # Where a CPU has AMX but not for fp16, as Sapphire Rapids, torch multiplies fp8
-        # by oneDNN's plain loops, which are 60 times slower than torch's own way.
+        # On CPUs with AMX but without AMX-FP16 (Sapphire Rapids), torch 2.13 gives fp8
+        # products to oneDNN, whose plain loops are 60 times slower than torch's own.
         torch.backends.mkldnn.enabled = self.quantization == "none"
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
@@ -239,7 +238,7 @@ class Engine:
                 SamplingParams(
                     n=n,
                     seed=seed % 2**31,
-                    # For this rank's own prompts alone, as they take 2 KB a token.
+                    # Only for this rank's own prompts, because they take 2 KB a token.
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,
@@ -253,16 +252,16 @@ class Engine:
         return self.as_rollouts([outputs[i] for i in own])
 
     def as_rollouts(self, outputs: list) -> Rollouts:
-        """vLLM's RequestOutputs as one Rollouts.
+        """Turn vLLM's RequestOutputs into one Rollouts.
 
-        Their log-probabilities are log pi_b, as OPTIONS asks for processed_logprobs.
+        The log-probabilities are log pi_b because of LLM_OPTIONS["logprobs_mode"].
         """
         prompts = [
             output.prompt_token_ids for output in outputs for _ in output.outputs
         ]
         responses = [response for output in outputs for response in output.outputs]
         listed_tokens, listed_logp = [], []
-        # At each position vLLM lists the sampled token, and then the K likeliest.
+        # At each position vLLM lists the sampled token, then the K most likely ones.
         shape = -1, 1 + self.top_logprobs
         for response in responses:
             listed = response.logprobs
@@ -278,7 +277,7 @@ class Engine:
             torch.tensor(prompt + list(response.token_ids))
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        # ValueError if there are several: then the weights changed during sampling.
+        # A ValueError here means that the weights changed during sampling.
         [version] = {span.version for r in responses for span in r.weight_versions}
         return Rollouts(
             tokens=pad_sequence(sequences, batch_first=True),
@@ -288,7 +287,8 @@ class Engine:
             top_tokens=all_tokens[:, :, 1:],
             top_logp_behavior=all_logp[:, :, 1:],
             truncated=torch.tensor([r.finish_reason == "length" for r in responses]),
-            # Tags of thoughts are special tokens in some models, and stay.
+            # Special tokens are kept, because in some models <think> and </think> are
+            # special tokens, and reward.py needs them.
             text=self.tokenizer.batch_decode(
                 [
                     r.token_ids[: -1 if r.finish_reason == "stop" else None]
@@ -301,41 +301,42 @@ class Engine:
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: str
     ) -> None:
-        """Replace all weights, and call them `version`. A collective.
+        """Replace all weights and name them `version`. A collective.
 
-        `weights` are the (name, tensor) pairs of a state_dict, with both names of a
-        tied head, in the trainer's float32. vLLM gets copies in this engine's dtype, so
-        the caller may free each tensor afterwards. It loads them as it loads a
-        checkpoint: where the engine computes in fp8, it quantizes them to fp8 anew.
+        `weights` yields the (name, tensor) pairs of a state_dict, including both names
+        of a tied head, in the trainer's float32. vLLM gets copies in this engine's
+        dtype, so the caller may free each tensor afterwards. vLLM loads them like a
+        checkpoint: an fp8 engine quantizes them anew.
         """
         copies = ((name, weight.to(self.dtype, copy=True)) for name, weight in weights)
-        self.wake_up("weights")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-        self.wake_up("kv_cache")
         self.llm.update_weight_version(version)
-        self.asleep = False
 
     def sleep(self) -> None:
-        """On CUDA, lend out the engine's memory until the next load_weights.
+        """On CUDA, lend out the memory of weights and KV cache until wake_up.
 
-        Its CUDA graphs and NCCL's buffers stay.
+        CUDA graphs and the buffers of NCCL stay.
         """
         self.asleep = True
         if self.can_sleep:
             self.llm.sleep(level=2)
 
-    def wake_up(self, part: str) -> None:
-        """On CUDA, take the memory of this part back: "weights" or "kv_cache"."""
+    def wake_up(self) -> None:
+        """Take the memory back. The weights are undefined until load_weights.
+
+        Raises Stopped if the GPU has too little free memory.
+        """
+        self.asleep = False
         if not self.can_sleep:
             return
         torch.cuda.empty_cache()
         try:
-            self.llm.wake_up(tags=[part])
+            self.llm.wake_up()
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
             raise Stopped(
-                f"the GPU has too little free memory for the engine's {part}, which it "
-                "lent to the update: give a smaller kv_cache_gb, and see nvidia-smi "
-                "for other programs; --resume goes on from the newest checkpoint"
+                "the GPU has too little free memory for the engine, which lent its own "
+                "to the update: give a smaller kv_cache_gb, and look in nvidia-smi for "
+                "other programs; --resume continues from the newest checkpoint"
             ) from error

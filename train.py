@@ -5,9 +5,19 @@
 
 `main` is the loop, and `update` makes one optimizer step. The flags are the fields of
 support/config.py. A run writes out_dir/{config.json, metrics.jsonl, samples.jsonl,
-curves.png, checkpoints/, model/}. Steps are numbered from 1: weights "7" are those
-after step 7, and weights "0" are the initial ones. A collective is a function that all
-ranks have to call together.
+curves.png, checkpoints/, model/}. The words for its quantities:
+
+    group           the group_size responses to one prompt
+    rollout batch   the prompts_per_step groups that are sampled together
+    step            learning from one rollout batch; steps are numbered from 1
+    pass            going once through the rollout batch; a step makes `passes` of them
+    minibatch       the batch B of one update, over all ranks; a pass has `minibatches`
+    update          one optimizer step
+    micro-batch     the responses of one forward pass on one rank; its size sets the
+                    memory and not the result
+    lag             the number of steps between sampling a rollout batch and its step
+    weights "7"     the weights after step 7; weights "0" are the initial ones
+    collective      a function that all ranks have to call together
 """
 
 import copy
@@ -33,9 +43,9 @@ from loss import (
     group_advantage,
     kl_divergence,
     ratio_sums,
-    restrict_to_support,
+    restrict_to_kept_tokens,
 )
-from policy import Policy, build_policy, check_sync, full_weights
+from policy import Policy, build_policy, full_weights, sync
 from reward import compute_rewards
 from rollout import Engine, Rollouts, noise_seed, prompts_of_rank
 from support.checkpoints import (
@@ -49,55 +59,61 @@ from support.command import Refused, parse_flags, run_script
 from support.config import Config
 from support.log import Log
 from support.machine import init_distributed
-from support.models import ACTIVATIONS, activation_bytes, check_model, folder_of
+from support.models import (
+    MAX_ACTIVATION_BYTES,
+    activation_bytes,
+    check_model,
+    folder_of,
+)
 from support.tasks import Dataset, load_split
 
-SYNC_CHECK_EVERY = 5  # steps between two checks of the sync
+SYNC_CHECK_EVERY = 5  # steps
 
 
 def main() -> None:
     cfg = parse_flags(Config)
     objective = find_objective(cfg.objective, cfg.objective_args)
-    run = PreparedRun(cfg)
+    run = Run(cfg)
     engine, policy, optimizer = run.engine, run.policy, run.optimizer
     queue, log = run.queue, run.log
 
-    engine.load_weights(full_weights(policy), version=str(run.step))
-    check_sync(engine, policy, run.train.prompts)
+    engine.wake_up()
+    sync(engine, policy, run.step, run.train.prompts)
     log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
-        # 1 Rollout, 2 reward: batches are sampled `lag` steps before they are used, and
-        # wait in the queue. With lag 4, step 8 samples step 12's batch from weights 7.
+        # 1 Rollout, 2 reward: a rollout batch is sampled `lag` steps before its step
+        # and waits in the queue. With lag 4, weights "7" sample the batch of step 12.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
 
-        # 3 Update: rank r of w has the groups r, r + w, ... of the batch. So the ranks'
-        # first minibatches, taken together, hold the same groups whatever w is.
-        engine.sleep()  # It lends its memory to the trainer.
+        # 3 Update: rank r of w has the groups r, r + w, ... of the rollout batch. The
+        # first minibatch, taken over all ranks, thus has the same groups for any w.
+        engine.sleep()  # The trainer borrows the engine's memory.
         rows_of_rank = torch.arange(len(rollouts.text))
         minibatches = rows_of_rank.chunk(cfg.minibatches)
-        updates = []  # the statistics of each
+        updates = []  # the statistics of each update
         for rows in minibatches * cfg.passes:  # a tuple, repeated
             set_learning_rate(optimizer, step, len(updates), cfg)
             with log.phase("update"):
                 stats = update(policy, optimizer, objective, rollouts, rows, cfg, step)
             updates.append(stats)
 
-        # 4 Sync. Every few steps check_sync compares engine and policy, and ends all
-        # ranks if they are further apart than rounding explains.
+        # 4 Sync: the engine gets the new weights. Every few steps `sync` also compares
+        # engine and policy, and stops the run if they differ by more than rounding.
+        engine.wake_up()
+        check_is_due = is_due(SYNC_CHECK_EVERY, step, cfg)
+        check_on = run.train.prompts if check_is_due else []
         with log.phase("sync"):
-            engine.load_weights(full_weights(policy), version=str(step))
-        if is_due(SYNC_CHECK_EVERY, step, cfg):
-            check_sync(engine, policy, run.train.prompts)
+            sync(engine, policy, step, check_on)
 
-        # 5 Save, evaluate, add a line to metrics.jsonl: means over the updates, but for
-        # the least e_B and the first update's mismatch.
+        # 5 Save, evaluate, log: metrics are means over the updates, except for the
+        # smallest e_B and the mismatch before the first update.
         metrics = log.metrics_of(step, rollouts)
         for name in updates[0]:
             metrics[name] = fmean(stats[name] for stats in updates)
         metrics["ess_min"] = min(stats["ess"] for stats in updates)
-        metrics["mismatch_mean"] = updates[0]["mismatch_mean"]  # before any update
+        metrics["logprob_abs_diff"] = updates[0]["logprob_abs_diff"]
         if cfg.save_every and is_due(cfg.save_every, step, cfg):
             save_checkpoint(run.out, step, policy, optimizer, queue, metrics)
         log.write(metrics | save_and_evaluate(step, run, cfg))
@@ -113,24 +129,25 @@ def update(
     cfg: Config,
     step: int,
 ) -> dict[str, float]:
-    """Make one optimizer step on B, the `rows` of all ranks; return its statistics.
+    """Make one optimizer step on the batch B and return its statistics.
 
-    `objective` is loss.p3o, or what --objective names. e_B and the gradient are those
-    of the whole B, however it is split into ranks and parts. Raises
-    FloatingPointError, on all ranks, where e_B or the gradient is not finite. A
-    collective.
+    B consists of these `rows` of the rollouts of each rank. `objective` is loss.p3o or
+    the function that --objective names. e_B and the gradient are those of the whole B,
+    however it is divided into ranks and micro-batches. Raises FloatingPointError, on
+    all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
-    *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
+    max_tokens = max_micro_batch_tokens(cfg, policy.model.config)
+    *others, last = micro_batches(rollouts, rows, max_tokens, device)
 
-    # First e_B, which needs rho of all tokens of B. Only the last part keeps its graph.
-    # The others are computed again below, now with a gradient. A lone part is forwarded
-    # only once.
+    # First e_B, which needs rho of all tokens of B. Only the last micro-batch keeps its
+    # graph here; the others are run again below, with a gradient. A batch that is a
+    # single micro-batch therefore needs only one forward pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for part in others:
+    for micro_batch in others:
         with torch.no_grad():
-            logp, _ = policy(part)  # log pi_theta of the sampled tokens, [N, T]
-        sums += ratio_sums(logp - part.logp_behavior, part.mask)
+            logp, _ = policy(micro_batch)  # log pi_theta of the sampled tokens, [N, T]
+        sums += ratio_sums(logp - micro_batch.logp_behavior, micro_batch.mask)
     output_of_last = policy(last)
     sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)
     dist.all_reduce(sums)
@@ -138,30 +155,33 @@ def update(
     e_b = effective_sample_size(sums).item()  # (11): mean[rho]^2 / mean[rho^2]
     if not math.isfinite(e_b):
         raise FloatingPointError(
-            f"step {step}: e_B is not finite, as some ratio is not, or is beyond "
-            "e^350: lower the learning rate, and see ess_min of the steps before"
+            f"step {step}: e_B is not finite, because a ratio is not finite or exceeds "
+            "e^350: lower the learning rate, and look at ess_min of the steps before"
         )
 
-    # Then the gradient of (12). It adds up over the parts and the ranks.
-    totals = defaultdict(float)  # of each statistic, over the tokens of B
-    for part in (last, *others):
-        logp, top_logp = output_of_last if part is last else policy(part)
-        kl = kl_of_positions(top_logp, part, cfg)  # [N, T]
-        # P3O's: -sg(min(rho, e_B)) A log pi_theta + (1 - e_B) KL, [N, T]
-        loss = objective(logp, part.logp_behavior, part.advantage, kl, e_b)
-        share = loss[part.mask].sum() / token_count  # this part's share of the mean
-        # FSDP averages the ranks' gradients. We need their sum.
+    # Then the gradient of (12), which adds up over the micro-batches and the ranks.
+    totals = defaultdict(float)  # the sum of each statistic over the tokens of B
+    for micro_batch in (last, *others):
+        is_last = micro_batch is last
+        logp, top_logp = output_of_last if is_last else policy(micro_batch)
+        kl = kl_at_positions(top_logp, micro_batch, cfg)  # [N, T]
+        # For P3O: -sg(min(rho, e_B)) A log pi_theta + (1 - e_B) KL, [N, T]
+        loss = objective(
+            logp, micro_batch.logp_behavior, micro_batch.advantage, kl, e_b
+        )
+        share = loss[micro_batch.mask].sum() / token_count  # its share of mean_B
+        # FSDP averages the gradients of the ranks, but the loss needs their sum.
         (share * dist.get_world_size()).backward()
 
-        log_ratio = (logp - part.logp_behavior).detach()  # [N, T]
+        log_ratio = (logp - micro_batch.logp_behavior).detach()  # [N, T]
         statistics = {
             "loss": loss.detach(),
-            "kl": kl.detach(),
+            "mismatch_kl": kl.detach(),
             "above_ess": log_ratio.exp() > e_b,
-            "mismatch_mean": log_ratio.abs(),
+            "logprob_abs_diff": log_ratio.abs(),
         }
-        for name, of_tokens in statistics.items():
-            totals[name] += of_tokens[part.mask].double().sum()
+        for name, values in statistics.items():
+            totals[name] += values[micro_batch.mask].double().sum()
     for total in totals.values():
         dist.all_reduce(total)
     grad_norm = apply_gradient(policy, optimizer, cfg, step)
@@ -176,17 +196,17 @@ def update(
 def sample_batch(
     engine: Engine, cfg: Config, step: int, train: Dataset, log: Log
 ) -> Rollouts:
-    """This rank's share of a step's rollout batch, with rewards and advantages.
+    """Sample this rank's share of a rollout batch, with rewards and advantages.
 
-    The groups of a run are numbered from its start. This number, its place, decides
-    the group's problem and noise. So any number of ranks draws the same samples, up
-    to rounding. A collective.
+    Groups are numbered from the start of the run. A group's number determines its
+    problem and its sampling noise, so the samples do not depend on the number of ranks
+    (up to rounding). A collective.
     """
     first = (step - 1) * cfg.prompts_per_step
-    places = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
-    indices = problems_at(cfg.seed, len(train.prompts), places)
-    # Evaluations use noise seed 0, so rollouts use others.
-    seeds = [noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places]
+    groups = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
+    indices = problem_indices(cfg.seed, len(train.prompts), groups)
+    # Evaluations have noise seed 0, so that of the rollouts starts at 1.
+    seeds = [noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups]
     with log.phase("rollout"):
         rollouts = engine.sample(
             [train.prompts[i] for i in indices],
@@ -198,12 +218,13 @@ def sample_batch(
             top_k=cfg.top_k,
         )
     with log.phase("reward"):
-        rollouts.reward = torch.tensor(
-            compute_rewards(train, indices, rollouts.text)
-        )  # [N]
-        of_groups = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
-        rollouts.gold = [train.problems[i]["answer"] for i in indices]
-        advantage = group_advantage(of_groups, cfg.scale_advantage)  # (3), [P, G]
+        rewards = compute_rewards(train, indices, rollouts.text)
+        rollouts.reward = torch.tensor(rewards)  # [N]
+        rollouts.gold = [
+            train.problems[i]["answer"] for i in indices for _ in range(cfg.group_size)
+        ]
+        group_reward = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
+        advantage = group_advantage(group_reward, cfg.scale_advantage)  # (3), [P, G]
         # Every token has the advantage of its response.
         rollouts.advantage = advantage.view(-1, 1) * rollouts.mask  # [N, T]
     return rollouts
@@ -212,18 +233,18 @@ def sample_batch(
 def find_objective(
     name: str, hyper_parameters: dict[str, float | str]
 ) -> Callable[..., torch.Tensor]:
-    """The objective of this name, a function of the five arguments of loss.p3o.
+    """Return the objective of this name, a function of the arguments of loss.p3o.
 
-    The name is one of loss.LOSSES, or module:name. Raises Refused where there is none,
-    or where it does not take such hyper-parameters.
+    The name is one of loss.LOSSES or module:name. Raises Refused if there is no such
+    objective, or if it does not accept these hyper-parameters.
     """
     try:
         objective = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
-        # Try it on zeros. Some objectives remember what they saw, so try a copy.
+        # Try it on zeros. Some objectives keep a state, so a copy is tried.
         tensors = (torch.zeros(1, 2) for _ in range(4))
         loss = copy.deepcopy(objective)(*tensors, 1.0, **hyper_parameters)  # [1, 2]
         loss[torch.ones(1, 2).bool()].sum()
-    except Exception as error:  # a module of the user's may raise any
+    except Exception as error:  # a module of the user's may raise any exception
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
             f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
@@ -231,15 +252,18 @@ def find_objective(
     return partial(objective, **hyper_parameters)
 
 
-class PreparedRun:
-    """What main works with."""
+class Run:
+    """What main needs, checked and built.
+
+    These are the data, the engines, the policy, the optimizer, the log and, with
+    --resume, the state of the newest checkpoint.
+    """
 
     def __init__(self, cfg: Config) -> None:
-        """Check the flags, the data and the model, build the engines and the policy.
+        """Check the user's input, then build everything.
 
-        What the user can get wrong comes first, and raises Refused before anything
-        slow is built. With --resume a run is as its newest checkpoint left it. A
-        collective.
+        The checks come first, so that a mistake raises Refused before anything slow is
+        built. A collective.
         """
         cfg.model = folder_of(cfg.model)
         check_out_dir(cfg)
@@ -248,7 +272,7 @@ class PreparedRun:
         mesh = init_distributed()
         self.out = make_out_dir(cfg)
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
-        self.engine.sleep()  # The policy is built in the memory that this lends out.
+        self.engine.sleep()  # The policy is built in the engine's memory.
         with self.engine.as_current():
             self.policy = build_policy(
                 cfg.model,
@@ -263,8 +287,8 @@ class PreparedRun:
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # The last step that was done, its metrics before its evaluation, and the
-        # batches that were sampled ahead.
+        # The last step that is done, its metrics without its evaluation, and the
+        # rollout batches that were sampled ahead.
         self.step, self.metrics, queue = 0, {"step": 0}, []
         if cfg.resume:
             self.step, self.metrics, queue = load_checkpoint(
@@ -277,18 +301,13 @@ class PreparedRun:
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
-    """The model's tokenizer, the problems to train on, and those held out.
+    """Return the tokenizer, the training problems, the held-out problems, and a length.
 
-    On a CPU it may lower micro_batch_tokens. The last value is how many tokens the
-    engine needs: those of the longest prompt and max_response_tokens. Raises Refused if
-    there is no such model or task, or if a prompt does not fit and may not be dropped,
-    or if none is left.
+    The length is that of the longest prompt plus max_response_tokens: the tokens for
+    which the engine needs room. Raises Refused if the model or the task cannot be used,
+    if a prompt is too long and may not be dropped, or if no prompt is left.
     """
     tokenizer, config = check_model(cfg.model, cfg.rollout_tp, to_train=True)
-    if not (torch.cuda.is_available() or cfg.gradient_checkpointing):
-        # On a CPU memory is dear, and smaller parts take no longer.
-        of_token = activation_bytes(config, getattr(torch, cfg.dtype).itemsize)
-        cfg.micro_batch_tokens = min(cfg.micro_batch_tokens, ACTIVATIONS // of_token)
     room = config.max_position_embeddings - cfg.max_response_tokens
     if cfg.max_prompt_tokens:
         room = min(room, cfg.max_prompt_tokens)
@@ -305,18 +324,19 @@ def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
 
 
 def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
-    """The engine that samples rollouts, and the one that evaluates.
+    """Build the engine that samples rollouts and the engine that evaluates.
 
-    One engine does both, unless rollouts are in fp8. Then a second one evaluates, in
-    rollout_dtype and without fp8, so that accuracy is that of the policy. vLLM lets
-    only one engine of a process sleep, so the second stays awake. The two share a table
-    of positions in vLLM, so the second may sample only while the first is awake.
+    They are one engine, unless rollouts are in fp8. Then a second engine evaluates, in
+    rollout_dtype and without fp8, so that the accuracy is that of the policy. vLLM
+    allows only one engine of a process to sleep, so the second one stays awake. In vLLM
+    the two share a table of positions, so the second may sample only while the first is
+    awake.
     """
     build = partial(
         Engine,
         cfg.model,
         max_model_len,
-        # Random weights, so that check_sync notices what the first sync leaves out.
+        # Start with random weights, so that a weight that `sync` misses is noticed.
         load_format="dummy",
         tp=cfg.rollout_tp,
         dtype=cfg.rollout_dtype,
@@ -333,22 +353,20 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     return engine, evaluator
 
 
-def save_and_evaluate(step: int, run: PreparedRun, cfg: Config) -> dict[str, float]:
-    """Save the model after the last step, and evaluate the policy where that is due.
+def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
+    """Save the model if this is the last step; evaluate it if an evaluation is due.
 
-    Returns its held-out accuracy, if it was evaluated. The model is saved first, as an
-    evaluation may fail. A resumed run begins with this, for the step of its checkpoint.
-    A collective.
+    Returns the held-out accuracies, or nothing. The model is saved first, because an
+    evaluation may fail. A resumed run begins with this call, for the step of its
+    checkpoint. A collective.
     """
     policy = run.policy
     if step == cfg.steps:
         save_model(policy.model, full_weights(policy), run.tokenizer, run.out / "model")
     if step and not is_due(cfg.eval_every, step, cfg):
         return {}
-    if cfg.rollout_quantization != "none":
-        # The evaluator is a second engine, which the sync has not reached.
-        run.evaluator.load_weights(full_weights(policy), version=str(step))
-        check_sync(run.evaluator, policy, run.heldout.prompts)
+    if run.evaluator is not run.engine:
+        sync(run.evaluator, policy, step, run.heldout.prompts)
     return heldout_accuracy(
         run.evaluator, run.heldout, cfg.policy_temperature, cfg.max_response_tokens
     )
@@ -357,9 +375,9 @@ def save_and_evaluate(step: int, run: PreparedRun, cfg: Config) -> dict[str, flo
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, updates_of_step: int, cfg: Config
 ) -> None:
-    """The rate of the next update: it rises over the first warmup_updates of the run.
+    """Set the learning rate, which rises over the first warmup_updates of the run.
 
-    `updates_of_step` are those that this step has made already.
+    `updates_of_step` is the number of updates that this step has already made.
     """
     updates = (step - 1) * cfg.passes * cfg.minibatches + updates_of_step
     warm_up = min(1.0, (updates + 1) / max(1, cfg.warmup_updates))
@@ -367,65 +385,78 @@ def set_learning_rate(
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
-    """True at the last step, and every `every` steps if that is not 0."""
+    """Return True at the last step and, unless `every` is 0, every `every` steps."""
     return step == cfg.steps or (every > 0 and step % every == 0)
 
 
-def problems_at(seed: int, problem_count: int, places: Iterable[int]) -> list[int]:
-    """Which problem the group at each of these places has, as an index.
+def problem_indices(seed: int, problem_count: int, groups: Iterable[int]) -> list[int]:
+    """Return the index of the problem of each of these groups.
 
-    A group's place is its number from the start of the run. Each epoch is shuffled.
+    Groups are numbered from the start of the run. Each epoch has an order of its own.
     """
     shuffled = {}
-    for epoch in {place // problem_count for place in places}:
+    for epoch in {group // problem_count for group in groups}:
         shuffled[epoch] = random.Random(f"{seed} {epoch}").sample(
             range(problem_count), problem_count
         )
-    return [shuffled[place // problem_count][place % problem_count] for place in places]
+    return [shuffled[group // problem_count][group % problem_count] for group in groups]
 
 
 def micro_batches(
     rollouts: Rollouts, rows: torch.Tensor, max_tokens: int, device: torch.device
 ) -> list[Rollouts]:
-    """These responses in parts of at most max_tokens each, padding included.
+    """Divide these rows into micro-batches of at most max_tokens, padding included.
 
-    A single response may be longer. FSDP needs all ranks in every forward pass. So the
-    longest sequence of all ranks sets how many responses a part holds, and as Config
-    gives all ranks equally many, they have equally many parts. Responses are sorted by
-    length, so that little of a part is padding. A collective.
+    Only a single response may be longer. FSDP needs all ranks in every forward pass, so
+    the longest sequence of all ranks determines the responses of a micro-batch. Because
+    Config gives all ranks equally many rows, they then have equally many micro-batches.
+    Responses are sorted by length, so that little of a micro-batch is padding. A
+    collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
     dist.all_reduce(longest_sequence, dist.ReduceOp.MAX)
-    rows_of_part = max(1, max_tokens // int(longest_sequence))
+    size = max(1, max_tokens // int(longest_sequence))
     by_length = rows[length[rows].argsort(stable=True)]
-    return [rollouts.select(part, device) for part in by_length.split(rows_of_part)]
+    return [rollouts.select(chunk, device) for chunk in by_length.split(size)]
 
 
-def kl_of_positions(
-    top_logp: torch.Tensor, part: Rollouts, cfg: Config
+def max_micro_batch_tokens(cfg: Config, model_config: Any) -> int:
+    """Return cfg.micro_batch_tokens, or on a CPU less if activations need much memory.
+
+    On a CPU smaller micro-batches take no longer.
+    """
+    if torch.cuda.is_available() or cfg.gradient_checkpointing:
+        return cfg.micro_batch_tokens
+    element_size = getattr(torch, cfg.dtype).itemsize
+    limit = MAX_ACTIVATION_BYTES // activation_bytes(model_config, element_size)
+    return min(cfg.micro_batch_tokens, limit)
+
+
+def kl_at_positions(
+    top_logp: torch.Tensor, micro_batch: Rollouts, cfg: Config
 ) -> torch.Tensor:
-    """KL(pi_theta || pi_b) at each position of a part, with its gradient: [N, T]."""
-    both = top_logp, part.top_logp_behavior  # [N, T, K] each
+    """Return KL(pi_theta || pi_b) at each position, with its gradient: [N, T]."""
+    both = top_logp, micro_batch.top_logp_behavior  # [N, T, K] each
     if cfg.top_p < 1 or cfg.top_k:
-        both = restrict_to_support(*both)
+        both = restrict_to_kept_tokens(*both)
     return kl_divergence(*both)
 
 
 def apply_gradient(
     policy: Policy, optimizer: torch.optim.Optimizer, cfg: Config, step: int
 ) -> float:
-    """Clip the gradient, make the step, and clear the gradient.
+    """Clip the gradient, make the optimizer step, and clear the gradient.
 
-    Returns its norm before clipping. Raises FloatingPointError, on all ranks, where
-    that is not finite. A collective.
+    Returns the norm of the gradient before clipping. Raises FloatingPointError, on all
+    ranks, if the norm is not finite. A collective.
     """
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
     grad_norm = norm.full_tensor().item()
     if not math.isfinite(grad_norm):
         raise FloatingPointError(
-            f"step {step}: the gradient is not finite: lower learning_rate, or raise "
-            "warmup_updates, and --resume if there is a checkpoint"
+            f"step {step}: the gradient is not finite: lower learning_rate or raise "
+            "warmup_updates, and give --resume if the run has a checkpoint"
         )
     optimizer.step()
     optimizer.zero_grad()

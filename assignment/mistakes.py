@@ -107,7 +107,7 @@ MISTAKES = [
         "loss.py",
         "1.3",
         "ess.clamp(max=1.0)",
-        "1 / (1 + total_of_squares / count - (total / count) ** 2)",
+        "1 / (1 + square_sum / count - (ratio_sum / count) ** 2)",
         "1 / (1 + var[rho]): the variance is not divided by mean[rho]^2",
     ),
     Mistake(

@@ -123,7 +123,7 @@ def sample_and_score(cfg: Config) -> tuple[ScoredBatch, Engine]:
     with torch.no_grad():
         logp, top_logp = policy(batch)
     log_ratio = (logp - batch.logp_behavior).cpu()
-    kl = train.kl_of_positions(top_logp, batch, cfg).cpu()
+    kl = train.kl_at_positions(top_logp, batch, cfg).cpu()
     return ScoredBatch(rollouts, log_ratio, kl), engine
 
 

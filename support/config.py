@@ -72,7 +72,7 @@ class Config(Flags):
     temperature: Temperature = 1.0
     """sampling temperature of the rollouts"""
     top_p: Probability = 1.0
-    """nucleus of the rollouts; below 1 the KL changes: loss.restrict_to_support"""
+    """nucleus of the rollouts; below 1 the KL changes: loss.restrict_to_kept_tokens"""
     top_k: Count = 0
     """sample among the k likeliest tokens only; 0: all. The KL changes as with top_p"""
     top_logprobs: PositiveCount = 20

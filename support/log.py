@@ -13,7 +13,7 @@ Of the step's updates it has means. Each update's value is over its whole batch 
 
     loss                 the objective's mean over the tokens of B
     ess                  e_B (11)
-    kl                   KL(pi_theta || pi_b), nats a token
+    mismatch_kl          KL(pi_theta || pi_b), nats per token
     ratio                mean of rho
     above_ess            share of the tokens with rho > e_B, which P3O caps: 0.1 to 0.9
                          of a fresh batch, by next to nothing
@@ -22,7 +22,7 @@ Of the step's updates it has means. Each update's value is over its whole batch 
 Of a single update it has:
 
     ess_min              e_B of the update where it is smallest
-    mismatch_mean        mean |log rho| of the step's first update, before it
+    logprob_abs_diff     mean |log pi_theta - log pi_b| before the first update
 
 Of rank 0 alone it has rollout_seconds, reward_seconds, update_seconds, sync_seconds and
 peak_memory_gb. With lag the first step samples several batches, and the last
@@ -132,7 +132,7 @@ class Log:
         if step > 0:
             columns.append(f"reward {metrics['reward']:.3f}")
             columns.append(f"e_B {metrics['ess']:.4f}")
-            columns.append(f"KL {metrics['kl']:.1e}")
+            columns.append(f"KL {metrics['mismatch_kl']:.1e}")
             columns.append(f"tokens {metrics['response_tokens']:.1f}")
         if step == self.done:
             self.start_of_steps = now
@@ -159,7 +159,7 @@ class Log:
                 "reward": rollouts.reward[row].item(),
                 "prompt": self.tokenizer.decode(prompt),
                 "response": rollouts.text[row],
-                "answer": rollouts.gold[row // self.group_size],
+                "answer": rollouts.gold[row],
             }
             append_row(self.out / "samples.jsonl", sample)
 
@@ -246,7 +246,7 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     plot(axes[1], "reward", "reward")
     axes[1].set(title="mean reward of the rollouts", ylim=(0, 1.02))
     plot(axes[2], "kl_weight", r"$1 - e_B$, the KL's weight")
-    plot(axes[2], "kl", "KL, nats a token")
+    plot(axes[2], "mismatch_kl", "KL, nats per token")
     axes[2].set(title="how far off-policy", yscale="log")
     plot(axes[3], "entropy", "entropy")
     axes[3].set(title=r"entropy of $\pi_b$, nats a token", ylim=(0, None))

@@ -37,7 +37,7 @@ UNKNOWN = (
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints have this, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
-ACTIVATIONS = 2 * 2**30  # bytes that they may take on a CPU
+MAX_ACTIVATION_BYTES = 2 * 2**30  # bytes that they may take on a CPU
 
 
 def folder_of(model: str) -> str:

@@ -96,8 +96,8 @@ def assert_same_metrics(
         for name in "reward", "response_tokens", "groups_with_signal", "truncated":
             assert row[name] == pytest.approx(expected[name], rel=1e-6), name
         # Of two updates: the second one's are those of weights that the first moved.
-        for name in "ess", "ess_min", "kl", "grad_norm", "entropy":
+        for name in "ess", "ess_min", "mismatch_kl", "grad_norm", "entropy":
             assert row[name] == pytest.approx(expected[name], rel=1e-3), name
         # Each part of an engine has its part of the new weights: log pi_b is that of
         # the trainer.
-        assert row["mismatch_mean"] < 1e-6
+        assert row["logprob_abs_diff"] < 1e-6

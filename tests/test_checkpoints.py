@@ -341,7 +341,7 @@ def test_a_line_has_the_seconds_of_its_step_and_the_time_left_of_a_resumed_run(
         support.log, "time", SimpleNamespace(perf_counter=lambda: next(clock))
     )
     log = Log(tmp_path, None, 2, 9, done=3)
-    row = {"reward": 0.5, "ess": 0.9, "kl": 0.01, "response_tokens": 7.0}
+    row = {"reward": 0.5, "ess": 0.9, "mismatch_kl": 0.01, "response_tokens": 7.0}
     for step in 3, 4, 5:
         log.write({"step": step, **row})
     last = capsys.readouterr().out.splitlines()[-1]
@@ -370,7 +370,7 @@ def test_the_figure_has_the_numbers_of_the_log(monkeypatch):
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, *_, **__: figures.append(figure)
     )
-    of_step = {"reward": 0.3, "ess": 0.75, "kl": 0.02, "entropy": 1.5}
+    of_step = {"reward": 0.3, "ess": 0.75, "mismatch_kl": 0.02, "entropy": 1.5}
     rows = [
         {"step": 0, "heldout_pass@1": 0.4, "heldout_greedy": 0.2},
         {"step": 1, "heldout_pass@1": 0.6, "heldout_greedy": 0.9, **of_step},

@@ -208,7 +208,7 @@ def test_the_pages_data_are_those_of_the_batch(batch):
     assert (second["reward"], second["advantage"]) == (0, -2)
     assert [token["text"] for token in second["tokens"]] == ["d", "e"]  # no padding
     last = second["tokens"][1]
-    assert (last["ratio"], last["kl"]) == pytest.approx((1.5, 0.5))
+    assert (last["ratio"], last["mismatch_kl"]) == pytest.approx((1.5, 0.5))
     by_name = dict(zip(data["objectives"], last["weights"], strict=True))
     assert by_name["p3o"] == pytest.approx(-2 * ESS)
     # A page of some responses has the weights of the whole batch.

@@ -12,7 +12,7 @@ import torch
 from loss_batches import F64, assert_close
 from torch import Tensor
 
-from loss import REST_FLOOR, kl_divergence, restrict_to_support
+from loss import REST_FLOOR, kl_divergence, restrict_to_kept_tokens
 
 # The floor. Two tokens are listed. pi_b has them equally likely, pi_theta the first one
 # three times as likely as the second, and each has some probability for the rest.
@@ -86,7 +86,7 @@ def test_the_divergence_on_the_support_is_finite_by_hand():
     # pi_theta's (0.1, 0.3) becomes (1/4, 3/4). KL((1/4, 3/4) || (3/4, 1/4)) is
     # 1/4 log 1/3 + 3/4 log 3 = 1/2 log 3. Without restriction it is infinite.
     assert kl_divergence(LOGP, LOG_BEHAVIOR) == math.inf
-    logp, behavior = restrict_to_support(LOGP, LOG_BEHAVIOR)
+    logp, behavior = restrict_to_kept_tokens(LOGP, LOG_BEHAVIOR)
     assert_close(logp.exp(), [1 / 4, 3 / 4, 0, 0], 1e-12)
     assert_close(behavior.exp(), [3 / 4, 1 / 4, 0, 0], 1e-12)
     assert_close(kl_divergence(logp, behavior), math.log(3) / 2, 1e-12)
@@ -95,7 +95,7 @@ def test_the_divergence_on_the_support_is_finite_by_hand():
 def test_a_support_beyond_the_list_is_renormalized_to_the_list():
     # pi_b has 0.2 for tokens that are not listed: of the listed (0.6, 0.2) it keeps
     # (3/4, 1/4), and so does pi_theta of (0.1, 0.3).
-    logp, behavior = restrict_to_support(log([0.1, 0.3]), log([0.6, 0.2]))
+    logp, behavior = restrict_to_kept_tokens(log([0.1, 0.3]), log([0.6, 0.2]))
     assert_close(logp.exp(), [1 / 4, 3 / 4], 1e-12)
     assert_close(behavior.exp(), [3 / 4, 1 / 4], 1e-12)
 
@@ -103,7 +103,7 @@ def test_a_support_beyond_the_list_is_renormalized_to_the_list():
 def test_a_support_of_one_token_has_no_divergence():
     # As greedy sampling has it: both policies are sure of that token.
     logp = LOGP.clone().requires_grad_()
-    kl = kl_divergence(*restrict_to_support(logp, log([1.0, 0, 0, 0])))
+    kl = kl_divergence(*restrict_to_kept_tokens(logp, log([1.0, 0, 0, 0])))
     assert kl == 0
     (gradient,) = torch.autograd.grad(kl, logp)
     assert not gradient.any()

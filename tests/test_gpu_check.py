@@ -48,6 +48,6 @@ def test_on_a_cpu_all_is_within_its_limits(quantization, size, tmp_path):
     assert found["device"] == "CPU"
     start, without, after, cut = found["statistics"].values()
     assert min(start["ess"], after["ess"]) > 0.999
-    assert without["mismatch_mean"] > 2 * after["mismatch_mean"]
-    assert cut["mismatch_mean"] > 0.005  # minus the log of the mass that is left
+    assert without["logprob_abs_diff"] > 2 * after["logprob_abs_diff"]
+    assert cut["logprob_abs_diff"] > 0.005  # minus the log of the mass that is left
     assert all(row["seconds"] > 0 for row in found["phases"].values())

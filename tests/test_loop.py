@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import KEPT, NONE_COMPLETE, SOME_COMPLETE, refusal_of
 from launch import assert_same_metrics, read_metrics, run_script, torchrun
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
 from eval import EvalConfig, evaluate, load_benchmarks
@@ -29,7 +29,8 @@ from train import (
     Config,
     build_engines,
     load_data,
-    problems_at,
+    max_micro_batch_tokens,
+    problem_indices,
     sample_batch,
     save_and_evaluate,
 )
@@ -38,13 +39,13 @@ from train import (
 
 
 def test_an_epoch_has_every_problem_once_and_the_next_one_another_order():
-    order = problems_at(5, 12, range(24))  # two epochs
+    order = problem_indices(5, 12, range(24))  # two epochs
     assert sorted(order[:12]) == sorted(order[12:]) == list(range(12))
     assert order[:12] != order[12:]
 
 
 def test_runs_of_different_seeds_have_the_problems_in_different_orders():
-    orders = {tuple(problems_at(seed, 100, range(32))) for seed in range(5)}
+    orders = {tuple(problem_indices(seed, 100, range(32))) for seed in range(5)}
     assert len(orders) == 5
 
 
@@ -75,13 +76,12 @@ def test_longer_prompts_are_dropped_if_a_limit_is_given_and_refused_otherwise(su
     [({}, 100), ({"micro_batch_tokens": 9}, 9), ({"gradient_checkpointing": 1}, 16384)],
 )
 def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(
-    fields, tokens, sums, monkeypatch
+    fields, tokens, monkeypatch
 ):
     # Each layer of tiny keeps 2 * 12 * 128 + 4 * (2 * 8 * 32 + 4 * 384) bytes a token.
-    monkeypatch.setattr(train, "ACTIVATIONS", 100 * 3 * 11_264)
-    cfg = Config(task=sums, **fields)
-    load_data(cfg)
-    assert cfg.micro_batch_tokens == tokens
+    monkeypatch.setattr(train, "MAX_ACTIVATION_BYTES", 100 * 3 * 11_264)
+    config = AutoConfig.from_pretrained("tiny")
+    assert max_micro_batch_tokens(Config(**fields), config) == tokens
 
 
 # 1 rollout
@@ -119,7 +119,7 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(
     [call] = asked
     # Step 2 has the places 4 to 7 of the run.
     problems = len(tiny.train.prompts)
-    indices = problems_at(3, problems, range(4, 8))
+    indices = problem_indices(3, problems, range(4, 8))
     assert call.pop("prompts") == [tiny.train.prompts[index] for index in indices]
     assert len(call.pop("seeds")) == 4
     assert call == {"n": 4, "max_tokens": 5, **settings}
@@ -303,7 +303,7 @@ def test_on_policy_every_batch_is_sampled_by_the_newest_weights(record):
     assert [row["weight_version"] for row in run.metrics] == ["0", "1", "2"]
     assert all(updated.asleep for updated in run.updates)  # The engine lends memory.
     assert min(row["ess"] for row in run.metrics) > 0.9999
-    assert max(row["mismatch_mean"] for row in run.metrics) < 1e-6
+    assert max(row["logprob_abs_diff"] for row in run.metrics) < 1e-6
 
 
 def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record):
@@ -314,12 +314,12 @@ def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record
     assert [updated.step for updated in run.updates] == [1] * 4 + [2] * 4
     for row in run.metrics:
         of_step = [up.stats for up in run.updates if up.step == row["step"]]
-        for name in "loss", "kl", "ess", "ratio", "above_ess", "grad_norm":
+        for name in "loss", "mismatch_kl", "ess", "ratio", "above_ess", "grad_norm":
             mean = sum(stats[name] for stats in of_step) / 4
             assert row[name] == pytest.approx(mean, rel=1e-6), name
         assert row["ess_min"] == min(stats["ess"] for stats in of_step)
         # The first update is the one before which nothing has moved.
-        assert row["mismatch_mean"] == of_step[0]["mismatch_mean"] < 1e-4
+        assert row["logprob_abs_diff"] == of_step[0]["logprob_abs_diff"] < 1e-4
         assert row["ess_min"] < 0.999 < of_step[0]["ess"]
         batch = run.batches[row["step"]]
         entropy = -batch.logp_behavior[batch.mask].mean().item()
@@ -350,7 +350,7 @@ def test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(record):
     # pi_theta is tiny at T = 1.5, in the trainer and in the engine. At T = 1 in one of
     # the two, the ratios of such a batch are 0.3 nats off in the mean.
     run = record("--steps=1", "--temperature=1.5", "--policy_temperature=1.5")
-    assert run.metrics[0]["mismatch_mean"] < 1e-6
+    assert run.metrics[0]["logprob_abs_diff"] < 1e-6
 
 
 def test_the_policy_has_the_settings_of_the_run(train_here, monkeypatch):
@@ -373,7 +373,7 @@ def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
 ):
     # Neither depends on how rollouts are sampled.
     cfg = Config(temperature=1.4, top_p=0.5, policy_temperature=0.8)
-    run = SimpleNamespace(evaluator=engine, policy=policy, heldout=few)
+    run = SimpleNamespace(engine=engine, evaluator=engine, policy=policy, heldout=few)
     save_and_evaluate(step=0, run=run, cfg=cfg)
     assert [call.pop("temperature") for call in asked] == [0.8, 0.0]
     for call in asked:
@@ -461,7 +461,7 @@ def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run
     # phases and all of it, its files.
     assert len(lines) == 2 + 3 + 1 + 2 + 5 + 1, run.printed
     before, last = run.metrics[0], run.metrics[-1]
-    assert f"  e_B {last['ess']:.4f}  KL {last['kl']:.1e}  " in lines[4]
+    assert f"  e_B {last['ess']:.4f}  KL {last['mismatch_kl']:.1e}  " in lines[4]
     assert re.search(r" \d+\.\d s  0 s left  held-out pass@1 ", lines[4])
     for name, title in ("pass@1", "sampled"), ("greedy", "greedy "):
         values = before[f"heldout_{name}"], last[f"heldout_{name}"]
@@ -501,7 +501,7 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_and_its_responses_reward(ru
     for step in 1, 2:
         # The first two prompts, at 16 prompts a step.
         first = (step - 1) * 16
-        indices = problems_at(0, len(problems), [first, first + 1])
+        indices = problem_indices(0, len(problems), [first, first + 1])
         for index, sample in zip(indices, samples[2 * step - 2 :], strict=False):
             assert sample["prompt"] == f"<bos>{problems[index]['prompt']}:"
             answer = problems[index]["answer"]

@@ -21,7 +21,7 @@ from rollout import Engine, Rollouts, noise_seed
 from study import patched
 from support.command import Refused, Stopped
 from support.models import TRAINABLE
-from train import Config, kl_of_positions
+from train import Config, kl_at_positions
 
 AGREE = 1e-4  # nats
 HOT = 1.4
@@ -29,7 +29,7 @@ HOT = 1.4
 
 def sample(engine: Engine, prompts: list[list[int]], n: int = 4, **sampling):
     """n responses to each prompt, each with noise of its own."""
-    seeds = [noise_seed(0, place, n) for place in range(len(prompts))]
+    seeds = [noise_seed(0, group, n) for group in range(len(prompts))]
     return engine.sample(prompts, n, seeds, max_tokens=64, **sampling)
 
 
@@ -149,7 +149,7 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
     float32 = copy.deepcopy(pi_theta).float()
     _, top_logp = Policy(float32)(rollouts)
     cfg = Config(temperature=HOT, top_p=top_p, top_k=top_k)
-    kl = kl_of_positions(top_logp, rollouts, cfg)[rollouts.mask]
+    kl = kl_at_positions(top_logp, rollouts, cfg)[rollouts.mask]
 
     # Both policies on the support of pi_b, which is all tokens without top-p and top-k.
     behavior_logits = logits_of(pi_b, rollouts).detach() / HOT
@@ -233,7 +233,7 @@ def test_of_each_type_transformers_policy_and_engine_agree_before_and_after_an_u
     few = ["--prompts_per_step=2", "--group_size=2", NONE_COMPLETE]
     exact = "--rollout_dtype=float32"  # auto is bfloat16 on some CPUs
     rows = train_here(f"--model={folder}", "--steps=2", exact, *few)
-    assert rows[2]["mismatch_mean"] < AGREE
+    assert rows[2]["logprob_abs_diff"] < AGREE
     engine = build_engine(folder, load_format="dummy", top_logprobs=3)
     with engine.as_current():
         policy = build_policy(folder, group)
@@ -351,7 +351,7 @@ def test_a_special_token_stays_in_the_text_but_for_the_end_of_sequence(
 def test_a_response_depends_on_its_seed_and_prompt_and_on_no_other_prompt_or_rank(
     engine, policy, prompts
 ):
-    seeds = [noise_seed(1, place, 2) for place in range(8)]
+    seeds = [noise_seed(1, group, 2) for group in range(8)]
     together = engine.sample(prompts[:8], 2, seeds, max_tokens=64)
     # What rank 1 of two would sample.
     alone = engine.sample(prompts[1:8:2], 2, seeds[1::2], max_tokens=64)
@@ -370,7 +370,7 @@ def test_runs_of_different_seeds_share_no_noise():
     # begin among those of run 0.
     seen = set()
     for run in range(10):
-        seeds = [noise_seed(run, place, 8) for place in range(60 * 32)]
+        seeds = [noise_seed(run, group, 8) for group in range(60 * 32)]
         taken = {seed + j for seed in seeds for j in range(8)}
         assert len(taken) == 60 * 32 * 8
         assert not taken & seen
@@ -382,8 +382,9 @@ def test_runs_of_different_seeds_share_no_noise():
 
 def test_an_engine_that_sleeps_says_so_until_the_next_sync(engine, policy, prompts):
     engine.sleep()
-    with pytest.raises(RuntimeError, match="the engine sleeps: load_weights wakes it"):
+    with pytest.raises(RuntimeError, match="the engine sleeps: call wake_up and"):
         sample(engine, prompts[:1])
+    engine.wake_up()
     engine.load_weights(policy.state_dict().items(), version="1")
     assert sample(engine, prompts[:1]).weight_version == "1"
 
@@ -409,12 +410,10 @@ def test_an_engine_that_does_not_fit_is_refused(error, group, monkeypatch):
 def test_a_run_stops_where_an_engine_finds_no_memory_to_wake_up(
     engine, policy, monkeypatch
 ):
-    def wake_up(tags):
+    def wake_up():
         raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:114")
 
     monkeypatch.setattr(engine, "can_sleep", True)
     monkeypatch.setattr(engine.llm, "wake_up", wake_up)
-    with pytest.raises(
-        Stopped, match="too little free memory for the engine's weights"
-    ):
-        engine.load_weights(policy.state_dict().items(), version="1")
+    with pytest.raises(Stopped, match="too little free memory for the engine, which"):
+        engine.wake_up()

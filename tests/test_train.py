@@ -33,7 +33,7 @@ from loss import (
 )
 from policy import Policy, build_policy
 from rollout import Rollouts
-from train import Config, kl_of_positions, micro_batches
+from train import Config, kl_at_positions, micro_batches
 
 CPU = torch.device("cpu")
 
@@ -63,10 +63,10 @@ def plain_update(
     stats = {
         "loss": loss.mean(),
         "ess": e_b,
-        "kl": kl.mean(),
+        "mismatch_kl": kl.mean(),
         "ratio": rho.mean(),
         "above_ess": (rho > e_b).float().mean(),
-        "mismatch_mean": log_rho.abs().mean(),
+        "logprob_abs_diff": log_rho.abs().mean(),
         "grad_norm": gradient.norm(),
     }
     return gradient, {name: value.item() for name, value in stats.items()}
@@ -100,7 +100,7 @@ def stale(engine, prompts, tmp_path_factory) -> SimpleNamespace:
     # e_B cuts many weights, and the KL counts: a wrong e_B or KL shows.
     assert 0.1 < stats["ess"] < 0.94
     assert 0.05 < stats["above_ess"] < 0.95
-    assert stats["kl"] > 0.01
+    assert stats["mismatch_kl"] > 0.01
     return SimpleNamespace(
         folder=folder,
         rollouts=rollouts,
@@ -147,7 +147,7 @@ def test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set(
     # 1/3) and (1/2, 1/2).
     logp = torch.tensor([[[1 / 2, 1 / 4]]]).log()
     part = SimpleNamespace(top_logp_behavior=torch.tensor([[[1 / 4, 1 / 4]]]).log())
-    kl = kl_of_positions(logp, part, Config(**fields))
+    kl = kl_at_positions(logp, part, Config(**fields))
     assert kl.item() == pytest.approx(expected, rel=1e-6)
 
 

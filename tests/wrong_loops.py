@@ -109,9 +109,9 @@ ENDS_EARLY = (
 
 # Lines that several mistakes are about.
 MINIBATCHES = "rows_of_rank.chunk(cfg.minibatches)"
-SUMS = "sums += ratio_sums(logp - part.logp_behavior, part.mask)"
+SUMS = "sums += ratio_sums(logp - micro_batch.logp_behavior, micro_batch.mask)"
 SUMS_OF_LAST = "sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)"
-SYNC = "engine.load_weights(full_weights(policy), version=str(step))"
+SYNC = "sync(engine, policy, step, check_on)"
 
 MISTAKES: dict[str, Mistake] = {
     # train.py: problems and rollouts
@@ -119,10 +119,10 @@ MISTAKES: dict[str, Mistake] = {
         train.sample_batch, "(step - 1) * cfg", "(step - 1) // 2 * cfg", [SETTINGS]
     ),
     "the same order in every epoch": Mistake(
-        train.problems_at, "{seed} {epoch}", "{seed} 0", [EPOCHS]
+        train.problem_indices, "{seed} {epoch}", "{seed} 0", [EPOCHS]
     ),
     "the seed left out of the order of the problems": Mistake(
-        train.problems_at,
+        train.problem_indices,
         "{seed} {epoch}",
         "0 {epoch}",
         [
@@ -132,12 +132,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the same sampling noise in every step": Mistake(
         train.sample_batch,
-        "noise_seed(cfg.seed + 1, place,",
-        "noise_seed(cfg.seed + 1, place - first,",
+        "noise_seed(cfg.seed + 1, group,",
+        "noise_seed(cfg.seed + 1, group - first,",
         [NOISE],
     ),
     "the same noise for neighboring prompts": Mistake(
-        train.sample_batch, "place, cfg.group_size", "place, 1", [NOISE]
+        train.sample_batch, "group, cfg.group_size", "group, 1", [NOISE]
     ),
     "rollouts with the noise of the evaluation": Mistake(
         train.sample_batch, "cfg.seed + 1,", "cfg.seed,", [NOISE]
@@ -153,9 +153,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "every rank samples the first rank's noise": Mistake(
         train.sample_batch,
-        "noise_seed(cfg.seed + 1, place, cfg.group_size) for place in places",
+        "noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups",
         "noise_seed(cfg.seed + 1, first + i, cfg.group_size) "
-        "for i in range(len(places))",
+        "for i in range(len(groups))",
         ["test_loop.test_on_two_ranks_a_step_has_the_samples_that_it_has_on_one"],
     ),
     # train.py: rewards and advantages
@@ -184,7 +184,10 @@ MISTAKES: dict[str, Mistake] = {
         [ADVANTAGE],
     ),
     "scale_advantage ignored": Mistake(
-        train.sample_batch, "of_groups, cfg.scale_advantage", "of_groups", [ADVANTAGE]
+        train.sample_batch,
+        "group_reward, cfg.scale_advantage",
+        "group_reward",
+        [ADVANTAGE],
     ),
     "an advantage for padding": Mistake(
         train.sample_batch,
@@ -240,8 +243,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "every micro-batch computed twice": Mistake(
         train.update,
-        "output_of_last if part is last else policy(part)",
-        "policy(part)",
+        "output_of_last if is_last else policy(micro_batch)",
+        "policy(micro_batch)",
         ["test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass"],
     ),
     # train.py: e_B
@@ -251,7 +254,7 @@ MISTAKES: dict[str, Mistake] = {
     "a micro-batch's sums left out": Mistake(
         train.update,
         SUMS,
-        f"if part is not others[0]: {SUMS}",
+        f"if micro_batch is not others[0]: {SUMS}",
         [BATCH],
     ),
     "the sums of a rank's own tokens": Mistake(
@@ -277,17 +280,20 @@ MISTAKES: dict[str, Mistake] = {
         [BATCH],
     ),
     "the last micro-batch left out of the gradient": Mistake(
-        train.update, "for part in (last, *others):", "for part in others:", [BATCH]
+        train.update,
+        "for micro_batch in (last, *others):",
+        "for micro_batch in others:",
+        [BATCH],
     ),
     # train.py: the gradient
     "the KL without its gradient": Mistake(
         train.update,
-        "kl_of_positions(top_logp, part, cfg)",
-        "kl_of_positions(top_logp.detach(), part, cfg)",
+        "kl_at_positions(top_logp, micro_batch, cfg)",
+        "kl_at_positions(top_logp.detach(), micro_batch, cfg)",
         [BATCH],
     ),
     "the advantages of other rows": Mistake(
-        train.update, "part.advantage, kl", "part.advantage.flip(0), kl", [BATCH]
+        train.update, "batch.advantage, kl", "batch.advantage.flip(0), kl", [BATCH]
     ),
     "the mean of the micro-batches' means": Mistake(
         train.update, ".sum() / token_count", ".mean() / (1 + len(others))", [BATCH]
@@ -324,7 +330,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # train.py: the loop
     "AdamW's default weight decay": Mistake(
-        train.PreparedRun.__init__, "weight_decay=cfg.weight_decay,", "", [RATES]
+        train.Run.__init__, "weight_decay=cfg.weight_decay,", "", [RATES]
     ),
     "a warm-up that never ends": Mistake(
         train.set_learning_rate,
@@ -342,7 +348,7 @@ MISTAKES: dict[str, Mistake] = {
         ["test_loop.test_every_update_has_the_objective_of_the_run"],
     ),
     "policy_temperature ignored": Mistake(
-        train.PreparedRun.__init__, "cfg.policy_temperature", "1.0", [HOT_POLICY]
+        train.Run.__init__, "cfg.policy_temperature", "1.0", [HOT_POLICY]
     ),
     "a queue that is one batch short": Mistake(
         train.main, "len(queue) <= cfg.lag", "len(queue) <= max(0, cfg.lag - 1)", [LAG]
@@ -365,14 +371,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the first sync unchecked": Mistake(
         train.main,
-        "check_sync(engine, policy, run.train.prompts)\n    log",
-        "log",
+        "sync(engine, policy, run.step, run.train.prompts)",
+        "sync(engine, policy, run.step, [])",
         [KEEPS_WEIGHTS],
     ),
     "later syncs unchecked": Mistake(
         train.main,
-        "if is_due(SYNC_CHECK_EVERY, step, cfg):",
-        "if False:",
+        "if check_is_due else []",
+        "if False else []",
         [KEEPS_WEIGHTS],
     ),
     "one allowance for all dtypes": Mistake(
@@ -405,9 +411,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an evaluator without the newest weights": Mistake(
         train.save_and_evaluate,
-        "run.evaluator.load_weights(full_weights(policy), version=str(step))",
-        "if step == 0:\n"
-        "            run.evaluator.load_weights(full_weights(run.policy), version='0')",
+        "sync(run.evaluator, policy, step, run.heldout.prompts)",
+        "step or sync(run.evaluator, policy, step, run.heldout.prompts)",
         [
             "test_sync."
             "test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then"
@@ -415,12 +420,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the sync of the evaluator unchecked": Mistake(
         train.save_and_evaluate,
-        "check_sync(run.evaluator, policy, run.heldout.prompts)",
-        "pass",
+        "step, run.heldout.prompts)",
+        "step, [])",
         ["test_sync.test_a_run_whose_evaluator_keeps_its_weights_stops"],
     ),
     "the KL over all listed tokens under top-k": Mistake(
-        train.kl_of_positions,
+        train.kl_at_positions,
         "if cfg.top_p < 1 or cfg.top_k:",
         "if cfg.top_p < 1:",
         [
@@ -429,7 +434,7 @@ MISTAKES: dict[str, Mistake] = {
         ],
     ),
     "no bucket for the tokens that are not listed": Mistake(
-        train.kl_of_positions,
+        train.kl_at_positions,
         "cfg.top_p < 1",
         "cfg.top_p <= 1",
         [
@@ -458,8 +463,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the mismatch of the last update": Mistake(
         train.main,
-        'updates[0]["mismatch_mean"]',
-        'updates[-1]["mismatch_mean"]',
+        'updates[0]["logprob_abs_diff"]',
+        'updates[-1]["logprob_abs_diff"]',
         [METRICS],
     ),
     "the entropy of a response": Mistake(
@@ -557,8 +562,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "rows in another order than their texts": Mistake(
         rollout.Rollouts.select,
-        "[self.text[row] for row in rows]",
-        "[self.text[row] for row in sorted(rows)]",
+        "[value[row] for row in rows]",
+        "[value[row] for row in sorted(rows)]",
         [EACH_RESPONSE],
     ),
     "runs whose seeds overlap": Mistake(

@@ -45,7 +45,7 @@ KL_WEIGHT = "test_the_kl_has_the_weight_one_less_e_b_by_hand"
 # Lines of loss.py that several mistakes are about.
 RATIO = "ratio = log_ratio.detach()[mask].double().exp()  # (7)"
 COUNT = "float(ratio.numel())"
-ESS = "ess = total.square() / (count * total_of_squares)"
+ESS = "ess = ratio_sum.square() / (count * square_sum)"
 REST = "p_rest = (1 - p.sum(dim=-1)).clamp(min=REST_FLOOR)"
 WEIGHT = "rho.clamp(max=e_b).detach()"
 LOSS = "-weight * advantage * logp + (1 - e_b) * kl  # (12)"
@@ -98,12 +98,12 @@ WRONG_LOSSES = {
     ),
     "the mean ratio not squared": Mistake(
         ESS,
-        "ess = total / total_of_squares",
+        "ess = ratio_sum / square_sum",
         [E_B],
     ),
     "the effective sample size not normalized": Mistake(
         ESS,
-        "ess = total.square() / total_of_squares",
+        "ess = ratio_sum.square() / square_sum",
         [E_B],
     ),
     "a floor of e_B": Mistake(

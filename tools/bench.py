@@ -44,7 +44,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import policy as policy_module
 from loss import p3o
-from policy import Policy, build_policy, full_weights
+from policy import Policy, build_policy, sync
 from rollout import Engine, Rollouts
 from study.runs import ROOT, commit_here, words_of
 from support.command import Flags, PositiveCount, Refused, parse_flags, run_script
@@ -56,7 +56,7 @@ from train import (
     Config,
     build_engines,
     load_data,
-    problems_at,
+    problem_indices,
     sample_batch,
     update,
 )
@@ -213,7 +213,7 @@ def run_trl(
     instruction = task_of(cfg.task).instruction
     prompts = []
     places = range(steps * cfg.prompts_per_step)
-    for number in problems_at(cfg.seed, len(problems), places):
+    for number in problem_indices(cfg.seed, len(problems), places):
         problem = problems[number]["prompt"]
         prompts.append(f"{instruction}\n\n{problem}" if instruction else problem)
     job = {"prompts": prompts, "steps": steps, "generator": generator}
@@ -381,7 +381,7 @@ def phases(column: Config, bench: BenchConfig) -> Numbers:
     mesh = init_distributed()
     engine, _ = build_engines(column, max_model_len)
     policy = build_policy(column.model, mesh, column.dtype)
-    engine.load_weights(full_weights(policy), version="0")
+    sync(engine, policy, 0, [])
     log = Log(Path(), tokenizer, column.group_size, column.steps, done=0)
     rollouts = sample_batch(engine, column, 1, train, log)
     prompts = train.prompts[: column.prompts_per_step]

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from loss import group_advantage, p3o
-from policy import SYNC_LIMITS, Policy, build_policy, full_weights
+from policy import SYNC_LIMITS, Policy, build_policy, full_weights, sync
 from rollout import Engine
 from support.checkpoints import save_model
 from support.command import Stopped, parse_flags, run_script
@@ -150,7 +150,8 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     rate = 0.02 / policy.model.config.hidden_size
     optimizer = torch.optim.AdamW(policy.parameters(), rate, fused=True)
     with phase(phases, "sync 0"):
-        engine.load_weights(full_weights(policy), version="0")
+        engine.wake_up()
+        sync(engine, policy, 0, [])
     # All tokens that this leaves are listed.
     cut = {"top_p": 0.9, "top_k": cfg.top_logprobs}
     steps = {"at the start": {}, "after the sync": {}, "with top-p and top-k": cut}
@@ -176,16 +177,18 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         prompts = int(rollouts.prompt_length.sum())
         phases[f"update {step}"]["tokens"] = sampled + prompts
         with phase(phases, f"sync {step}"):
-            engine.load_weights(full_weights(policy), version=str(step))
+            engine.wake_up()
+            sync(engine, policy, step, [])
     for cycle in range(CYCLES):
         with phase(phases, f"asleep {cycle}"):
             engine.sleep()
         with phase(phases, f"awake {cycle}"):
-            engine.load_weights(full_weights(policy), version=str(step))
+            engine.wake_up()
+            sync(engine, policy, step, [])
 
-    before, _, after, _ = [row["mismatch_mean"] for row in statistics.values()]
+    before, _, after, _ = [row["logprob_abs_diff"] for row in statistics.values()]
     quantized = cfg.rollout_quantization != "none"
-    limit = SYNC_LIMITS["fp8" if quantized else "bfloat16 or TF32"]
+    limit = SYNC_LIMITS["fp8" if quantized else "16 bits or TF32"]
     listed = rollouts.top_logp_behavior[rollouts.mask]
     flops = update_flops(policy, rollouts) / phases["update 3"]["seconds"]
     checks = {
@@ -193,7 +196,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         # bfloat16.
         "mean |log rho| at the start": limited(before, limit, 1e-3 * quantized),
         "mean |log rho| after the sync": limited(after, limit),
-        "KL with top-p and top-k": limited(stats["kl"], limit**2),
+        "KL with top-p and top-k": limited(stats["mismatch_kl"], limit**2),
         "tokens that these cut off": limited(
             listed.isneginf().float().mean().item(), least=0.01
         ),

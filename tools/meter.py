@@ -29,7 +29,7 @@ from loss import (
     effective_sample_size,
     kl_divergence,
     ratio_sums,
-    restrict_to_support,
+    restrict_to_kept_tokens,
 )
 from policy import Policy
 from rollout import Engine, noise_seed
@@ -70,7 +70,7 @@ def kl_by_listed_tokens(
     """The mean KL over the K likeliest tokens and one bucket, for each K.
 
     Both are [M, K], of M response tokens, the likeliest token of pi_b first. `restrict`
-    says that pi_b was cut by top-p or top-k, as in train.kl_of_positions.
+    says that pi_b was cut by top-p or top-k, as in train.kl_at_positions.
     """
     found = {}
     most = top_logp.shape[-1]
@@ -78,7 +78,7 @@ def kl_by_listed_tokens(
         logp = top_logp[:, :listed]
         logp_behavior = top_logp_behavior[:, :listed]
         if restrict:
-            logp, logp_behavior = restrict_to_support(logp, logp_behavior)
+            logp, logp_behavior = restrict_to_kept_tokens(logp, logp_behavior)
         found[listed] = kl_divergence(logp, logp_behavior).mean().item()
     return found
 
