@@ -28,6 +28,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from support.command import Flags, Refused, Stopped
 from support.config import MAY_DIFFER, Config
+from support.hub import COMMITS
 from support.machine import bfloat16_is_slow
 
 SECONDS_UNSEEN = 60  # so long NFS may hide a new folder from another node
@@ -55,6 +56,7 @@ def check_out_dir(cfg: Config) -> None:
             "folder or choose another, and begin without --resume"
         )
     stored = json.loads((out / "config.json").read_text())
+    COMMITS.update(stored.get("commits", {}))  # to read the same data and model again
     done = step_of(checkpoints(out)[-1])
     if cfg.steps < done:
         raise Refused(f"--resume: {out} has made {done} steps; steps is {cfg.steps}")
@@ -85,12 +87,14 @@ def check_free(out_dir: str) -> None:
 
 
 def config_of(cfg: Flags) -> dict[str, Any]:
-    """What config.json holds: the fields of a configuration, the number of ranks, and
-    the variables of vLLM, torch and OpenMP, which may change a run."""
+    """What config.json holds: the fields of a configuration, the number of ranks, the
+    commits that were read from the hub, and the variables of vLLM, torch and OpenMP,
+    which may change a run."""
     libraries = "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
     return {
         **cfg.model_dump(),
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+        "commits": COMMITS,
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())

@@ -99,7 +99,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         ) from None
     if "ranks" in fields:
         # A run's config.json is repeated, in a folder of its own.
-        for name in ("environment", "ranks", "out_dir"):
+        for name in ("environment", "commits", "ranks", "out_dir"):
             fields.pop(name, None)
     return {str(name): value for name, value in fields.items()}
 

@@ -26,7 +26,8 @@ from support.machine import default_dtype, default_rollout_dtype
 # Fields that a resumed run may change, as they do not change what it learns. With a lag
 # `steps` does: a run samples nothing that its last step will not use.
 MAY_DIFFER = {
-    *("out_dir", "eval_every", "save_every", "resume", "verbose", "environment"),
+    *("out_dir", "eval_every", "save_every", "resume", "verbose"),
+    *("environment", "commits"),
     # These set the memory, of which a run may have had too little. They change nothing
     # but rounding.
     *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),

@@ -1,0 +1,69 @@
+"""Repositories of the Hugging Face Hub: names with a revision, commits, and failures.
+
+A model or dataset is named owner/name, or owner/name@revision, where the revision is a
+branch, a tag or a commit.
+"""
+
+import re
+
+from support.command import one_line
+
+# The commit at which each name was read. config.json records it, and a resumed run
+# reads the same commit again.
+COMMITS: dict[str, str] = {}
+# What the text of an error means, and what the user can do. The first match counts.
+FAILURES = {
+    r"Errno (13|28|30|122)\b": (
+        "the cache cannot be written: free space, or set HF_HOME (and "
+        "HF_DATASETS_CACHE, for datasets) to a folder on another disk"
+    ),
+    r"OfflineMode": (
+        "HF_HUB_OFFLINE is set, and the cache has no copy: unset it to download one, "
+        "or give a folder"
+    ),
+    r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
+    r"(?i)gated|authenticat|\b40[134]\b|(Repository|Dataset)NotFound": (
+        "there is no such repository, or it is gated or private: check the name, ask "
+        "for access on its page, and log in with `hf auth login` or HF_TOKEN"
+    ),
+    r"(?i)connect|timed? ?out|\b(429|50\d)\b|Protocol|HfHubHTTP|X-Repo-Commit": (
+        "the hub does not answer as it should: try again later, or set "
+        "HF_HUB_OFFLINE=1 to use a copy that was downloaded before"
+    ),
+    r"no data!|StopIteration|EmptyData": "it has no rows",
+    r"[Ss]plit|Config name": (
+        "of a dataset, the splits train and test of the default configuration are "
+        "read: save others as train.jsonl and heldout.jsonl in a folder "
+        "(recipes/README.md)"
+    ),
+    r"Arrow|JSONDecode|DatasetGeneration|Safetensor": (
+        "a file is damaged, on the hub or in the cache: delete its folder in HF_HOME "
+        "(by default ~/.cache/huggingface) or HF_DATASETS_CACHE, and load it again"
+    ),
+}
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split owner/name@revision into owner/name and the revision to read.
+
+    The revision is the commit in COMMITS if there is one, and None if none was given.
+    """
+    repository, _, revision = name.partition("@")
+    return repository, COMMITS.get(name, revision or None)
+
+
+def explain(error: BaseException) -> str:
+    """Return why a repository could not be read and, if known, what the user can do.
+
+    The libraries wrap the reason in errors such as "An error occurred while generating
+    the dataset", so the chain of causes is searched, from its root.
+    """
+    chain = [error]
+    while chain[-1].__cause__:
+        chain.append(chain[-1].__cause__)
+    for pattern, meaning in FAILURES.items():
+        for each in reversed(chain):
+            if re.search(pattern, f"{type(each)} {each}"):
+                reason, *_ = one_line(each).split(" For more information check")
+                return f"{meaning} ({reason})"
+    return one_line(chain[-1])
