@@ -2,7 +2,7 @@
 # make test        set up .venv (once), run the tests that take seconds each
 # make test-all    all tests, those of minutes included
 # make compare     P3O, GRPO and REINFORCE on stale data, with a figure
-# make reproduce   a reduced grid of the laboratory, with its figures
+# make reproduce   a small part of the study (18 runs), with its tables and figures
 # make bench       seconds of a step by phase, beside TRL where that is installed
 # make gpu-check   mismatch, memory, speed and a run on this machine's GPU
 # make lint        ruff
@@ -41,8 +41,8 @@ compare: $(VENV)/installed
 	$(BIN)/python tools/compare.py
 
 reproduce: $(VENV)/installed
-	$(BIN)/python study/mismatch.py --part reduced --folder runs/reproduce --workers 2
-	$(BIN)/python study/report.py runs/reproduce/light.jsonl
+	$(BIN)/python study/plan.py --part quick --folder runs/reproduce --workers 2
+	$(BIN)/python study/report.py runs/reproduce
 
 bench: $(VENV)/installed
 	$(BIN)/python tools/bench.py

@@ -1,11 +1,10 @@
-"""Runs of train.py: making a grid of them, one run a core, and reading what they left.
+"""Makes many runs of train.py, one per core, and reads what they wrote.
 
 A cell of a grid is one run. A finished run is a line of a JSONL file, with its cell,
-command, commit, configuration and metrics by step. A cell that has its line is not run
-again, so a grid can be stopped and started at will.
+command, commit, configuration and metrics by step. A cell that has a line is not run
+again, so a grid can be interrupted and continued at any time.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -28,15 +27,15 @@ from support.command import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "study/results"
-KEPT = """step reward groups_with_signal heldout_pass@1 heldout_greedy ess ess_min
-    ess_used kl above_ess entropy response_tokens truncated grad_norm ratio
-    mismatch_mean""".split()
+METRICS = """step reward groups_with_signal heldout_pass@1 heldout_greedy ess ess_min
+    ess_used mismatch_kl above_ess entropy response_tokens truncated grad_norm ratio
+    logprob_abs_diff""".split()
 
 
 class Cell(NamedTuple):
-    """What tells a run from the others of its grid."""
+    """What distinguishes a run from the others of its grid."""
 
-    mismatch: str
+    mismatch: str  # the kind of data
     objective: str
     learning_rate: float
     seed: int
@@ -55,7 +54,10 @@ def cells_of(
     seeds: Iterable[int],
     learning_rate: float,
 ) -> list[Cell]:
-    """All combinations, seed by seed: a grid that is stopped has whole comparisons."""
+    """Return all combinations, ordered by seed.
+
+    A grid that is interrupted then has whole comparisons of its first seeds.
+    """
     every = itertools.product(seeds, mismatches, objectives)
     return [
         Cell(mismatch, objective, learning_rate, seed)
@@ -63,25 +65,15 @@ def cells_of(
     ]
 
 
-def grid_parser(about: str, parts: Iterable[str]) -> argparse.ArgumentParser:
-    """The flags of a script that makes a grid in parts."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--part", choices=parts, required=True)
-    parser.add_argument("--folder", type=Path, default=RESULTS)
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    return parser
-
-
 def words_of(flags: Flags) -> list[str]:
-    """Flags as they stand in a command."""
+    """Return the flags as words of a command line."""
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def commit_here() -> str:
-    """The commit of this clone, with "-dirty" where code or data differ from it.
+    """Return the commit of this clone, or "no clone".
 
-    What runs write into study/results does not count; 27 runs of light.jsonl are
-    older than this rule, and called dirty for that alone. "no clone" outside of one.
+    It ends in "-dirty" if any file outside of study/results differs from the commit.
     """
 
     def git(*words: str) -> str:
@@ -94,29 +86,29 @@ def commit_here() -> str:
 
 
 def make_run(cell: Cell, command: list[str]) -> Run:
-    """Run a command that is train.py with flags, and read what it wrote.
+    """Run a script with flags of train.py, and return what it wrote as a line.
 
-    A run that stopped itself, on a number that is not finite, keeps what it had. Any
-    other failure is a RuntimeError, with what was printed.
+    If the run stopped because a number was not finite, the line has the steps before
+    that. Raises RuntimeError, with what was printed, on any other failure.
     """
     commit, start = commit_here(), time.time()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "run")
-        ended = subprocess.run(
+        finished = subprocess.run(
             [sys.executable, *command, f"--out_dir={out}"],
             cwd=ROOT,
             capture_output=True,
             text=True,
         )
-        message = ended.stderr.strip()
-        stopped = message.splitlines()[-1] if ended.returncode else None
+        message = finished.stderr.strip()
+        stopped = message.splitlines()[-1] if finished.returncode else None
         if stopped and "not finite" not in stopped:
             raise RuntimeError(message[-2000:])
         steps = [json.loads(line) for line in open(out / "metrics.jsonl")]
         config = json.loads((out / "config.json").read_text())
     metrics = {
         name: [round(row[name], 6) if name in row else None for row in steps]
-        for name in KEPT
+        for name in METRICS
     }
     return {
         **cell._asdict(),
@@ -129,20 +121,20 @@ def make_run(cell: Cell, command: list[str]) -> Run:
     }
 
 
-def take_cores(places: multiprocessing.Queue) -> None:
-    """Give this worker, and all that it starts, its share of the cores."""
-    os.sched_setaffinity(0, places.get())
-    # Threads that spin while they wait would take the time of the others.
+def take_cores(shares: multiprocessing.Queue) -> None:
+    """Restrict this worker, and all that it starts, to the next share of the cores."""
+    os.sched_setaffinity(0, shares.get())
+    # Threads that spin while they wait would slow down the other workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def shares_of(cores: list[int], workers: int) -> list[set[int]]:
-    """The cores of each worker; workers that there is no core for have all of them."""
+def core_shares(cores: list[int], workers: int) -> list[set[int]]:
+    """Return the cores of each worker; a worker without a core of its own gets all."""
     return [set(cores[worker::workers] or cores) for worker in range(workers)]
 
 
 def attempt(job: tuple[Cell, list[str]]) -> tuple[Cell, Run | None, str]:
-    """A job's run, or why it failed: one that fails keeps no other from running."""
+    """Make a run; return its cell, its line and, if it failed, the reason."""
     try:
         return job[0], make_run(*job), ""
     except RuntimeError as error:
@@ -155,13 +147,14 @@ def run_grid(
     path: Path,
     workers: int,
 ) -> None:
-    """Run the cells that have no line in `path` yet, and append theirs.
+    """Make the runs that have no line in `path` yet, and append their lines.
 
-    The workers share the cores of this process. A machine with a GPU has one worker.
-    Raises Refused at the end where runs failed.
+    The workers share the cores of this process. With a GPU there is one worker. A run
+    that fails does not keep the others from running. Raises Refused at the end if any
+    run failed.
     """
     if torch.cuda.is_available():
-        # An engine that falls asleep fails if another run takes memory meanwhile.
+        # vLLM fails if another process takes GPU memory while an engine falls asleep.
         workers = 1
     path.parent.mkdir(parents=True, exist_ok=True)
     done = read_runs(path) if path.exists() else {}
@@ -169,34 +162,36 @@ def run_grid(
         (cell, command_of(cell)) for cell in dict.fromkeys(cells) if cell not in done
     ]
     cores = sorted(os.sched_getaffinity(0))
-    # The workers inherit it: what they run ends with the grid.
+    # The workers inherit this handler, so a terminated grid also ends its runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     context = multiprocessing.get_context("fork")
-    places = context.Queue()
-    for share in shares_of(cores, workers):
-        places.put(share)
+    shares = context.Queue()
+    for share in core_shares(cores, workers):
+        shares.put(share)
     failed = 0
-    with context.Pool(workers, take_cores, (places,)) as pool:
-        ended = pool.imap_unordered(attempt, jobs)
-        for number, (cell, run, error) in enumerate(ended, start=1):
-            place = f"{number}/{len(jobs)}  {', '.join(map(str, cell))}"
+    with context.Pool(workers, take_cores, (shares,)) as pool:
+        outcomes = pool.imap_unordered(attempt, jobs)
+        for number, (cell, run, error) in enumerate(outcomes, start=1):
+            title = f"{number}/{len(jobs)}  {', '.join(map(str, cell))}"
             if run is None:
                 failed += 1
-                print(f"{place}  failed: {error}", file=sys.stderr, flush=True)
+                print(f"{title}  failed: {error}", file=sys.stderr, flush=True)
                 continue
             with open(path, "a") as file:
                 file.write(json.dumps(run) + "\n")
             accuracies = [round(value, 2) for _, value in series(run, "heldout_pass@1")]
-            print(f"{place}  {accuracies}  {run['seconds']:.0f} s", flush=True)
+            print(f"{title}  {accuracies}  {run['seconds']:.0f} s", flush=True)
     if failed:
-        raise Refused(f"{failed} runs failed, as said above; {path} keeps the others")
+        raise Refused(
+            f"{failed} runs failed, for the reasons above; {path} has the others"
+        )
 
 
-# Reading them
+# Reading runs
 
 
 def read_runs(path: Path) -> Runs:
-    """The finished runs of a file. Raises Refused where there is none."""
+    """Return the finished runs of a file. Raises Refused if it cannot be read."""
     try:
         runs = [json.loads(line) for line in open(path)]
     except OSError as error:
@@ -205,7 +200,7 @@ def read_runs(path: Path) -> Runs:
 
 
 def select(runs: Runs, **wanted: Any) -> Runs:
-    """The runs whose cells have these values."""
+    """Return the runs whose cells have these values."""
     return {
         cell: run
         for cell, run in runs.items()
@@ -214,30 +209,30 @@ def select(runs: Runs, **wanted: Any) -> Runs:
 
 
 def series(run: Run, metric: str) -> list[tuple[int, float]]:
-    """(step, value) wherever the run has a value of the metric."""
+    """Return (step, value) for every step that has a value of the metric."""
     points = zip(run["metrics"]["step"], run["metrics"][metric], strict=True)
     return [(step, value) for step, value in points if value is not None]
 
 
 def last(run: Run, metric: str) -> float:
-    """The last value of a metric."""
+    """Return the last value of a metric."""
     return series(run, metric)[-1][1]
 
 
-def score(run: Run) -> float:
-    """The mean of a run's last three sampled accuracies; 0 if it stopped itself."""
+def final_score(run: Run) -> float:
+    """Return the mean of the last three sampled accuracies; 0 if the run stopped."""
     accuracies = [value for _, value in series(run, "heldout_pass@1")]
     return 0.0 if run["stopped"] else mean(accuracies[-3:])
 
 
 def collapsed(run: Run) -> bool:
-    """Whether a run lost more than half of its best accuracy, or stopped itself."""
+    """Return whether the run stopped, or ended below half of its best accuracy."""
     accuracies = [value for _, value in series(run, "heldout_pass@1")]
     return bool(run["stopped"]) or accuracies[-1] < max(accuracies) / 2
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95% interval by Student's t; NaN for a single value."""
+    """Return the mean and half of its 95% interval by Student's t (NaN: one value)."""
     count = len(values)
     if count < 2:
         return mean(values), math.nan
@@ -245,8 +240,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), float(half)
 
 
-def text_of(values: Sequence[float], sign: str = "") -> str:
-    """A cell of a table: the mean ± half of its interval; "" without values."""
+def format_interval(values: Sequence[float], sign: str = "") -> str:
+    """Return a cell of a table: the mean ± half of its interval, "" without values."""
     if not values:
         return ""
     middle, half = interval(values)
@@ -255,7 +250,7 @@ def text_of(values: Sequence[float], sign: str = "") -> str:
 
 
 def table(rows: list[list[str]]) -> str:
-    """A Markdown table, whose first row is the head."""
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
+    """Return a Markdown table; the first row is its header."""
+    header, *body = rows
+    lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -1,22 +1,23 @@
-"""The point in five minutes: rollouts that are 16 steps old, and three objectives.
+"""Trains on rollouts that are 16 steps old, with three objectives, and draws a figure.
 
     python tools/compare.py    # or `make compare`
 
 P3O, GRPO and REINFORCE train the embedded policy on the same problems with the same
-noise, one run a core. Each batch is used 16 steps after it was sampled. One sees
-REINFORCE lose what it had, and P3O hold. FOLDER/compare.png (--folder) has accuracy and
-e_B by step, and the table at the end what the policies can do. One seed proves nothing:
-study/README.md has five.
+sampling noise. There is one run per core at a time, and a run takes about two minutes.
+Each batch is used 16 steps after it was sampled: REINFORCE loses what it had learned,
+and P3O does not. FOLDER/compare.png (--folder) shows accuracy and e_B by step, and a
+table compares the final policies. This is one seed; study/README.md has five.
 """
 
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study.figures import draw_by_step
-from study.mismatch import at_rate, command_of
+from study.plan import at_rate, command_of
 from study.runs import last, read_runs, run_grid, series, table
 from support.command import run_script
 
@@ -29,10 +30,14 @@ def main() -> None:
     folder = parser.parse_args().folder.resolve()
     path = folder / "compare.jsonl"
     cells = at_rate(["lag 16"], OBJECTIVES, [0])
-    print(f"{len(cells)} runs of about two minutes on a core; each prints a line:")
-    print("what it is, sampled accuracy every ten steps, and its seconds")
+    print(
+        f"{len(cells)} runs of about two minutes on one core. Each prints a line with"
+    )
+    print(
+        "its name, its sampled accuracy every ten steps, and its seconds.", flush=True
+    )
     workers = min(len(cells), len(os.sched_getaffinity(0)))
-    run_grid(cells, lambda cell: command_of(cell, {}, folder), path, workers)
+    run_grid(cells, partial(command_of, done={}, folder=folder), path, workers)
 
     runs = read_runs(path)
     rows = [["objective", "sampled accuracy", "greedy accuracy", "least e_B"]]

@@ -1,0 +1,520 @@
+"""study/: which runs it plans, how it makes them, and how it sums them up.
+
+The second half recomputes the tables on the pages from the committed runs.
+"""
+
+import json
+import os
+import re
+from functools import cache, partial
+from statistics import mean
+
+import pytest
+import torch
+from conftest import ROOT
+
+from loss import grpo, p3o
+from study import patched, plan, report, runs
+from study.plan import LEARNING_RATE, PARTS, SMOLLM2_PARTS, Cell, command_of
+from support.command import Refused, parse_flags
+from train import Config
+
+LAG = Cell("lag 16", "p3o", LEARNING_RATE, 0)
+SMOLLM2 = plan.SMOLLM2_RUN | {"model": "models/SmolLM2"}
+PAGE = ROOT / "study/README.md"
+FRONT = ROOT / "README.md"
+
+
+def run_of(cell, *accuracies, stopped=None):
+    """A finished run with these sampled accuracies, the first of step 0."""
+    steps = [10 * number for number in range(len(accuracies))]
+    return {
+        **cell._asdict(),
+        "stopped": stopped,
+        "seconds": 1.0,
+        "config": {"passes": 1, "minibatches": 2},
+        "metrics": {
+            "step": steps,
+            "heldout_pass@1": list(accuracies),
+            "heldout_greedy": [accuracy / 2 for accuracy in accuracies],
+            "ess": [None, 0.5] + [0.25] * (len(steps) - 2),
+            "ess_min": [None, 0.4] + [0.1] * (len(steps) - 2),
+            "ess_used": [None, 0.8] + [0.6] * (len(steps) - 2),
+            "entropy": [None] + [0.25] * (len(steps) - 1),
+        },
+    }
+
+
+def config_of(command):
+    """The configuration that the flags of a command ask for."""
+    return parse_flags(Config, [word for word in command if word.startswith("--")])
+
+
+# The plan
+
+
+def test_every_objective_and_kind_of_data_has_flags_that_train_py_accepts(tmp_path):
+    done = {
+        cell: run_of(cell, 0.4, 0.9, 0.9)
+        for cell in PARTS["grid"]
+        if cell.objective == "p3o"
+    }
+    for parts, base in ((PARTS, plan.EMBEDDED_RUN), (SMOLLM2_PARTS, SMOLLM2)):
+        cells = sum(parts.values(), [])
+        one_each = {cell.objective: cell for cell in cells}
+        one_each |= {cell.mismatch: cell for cell in cells}
+        for cell in one_each.values():
+            script, *flags = command_of(cell, done, tmp_path, base)
+            assert (ROOT / script).exists()
+            cfg = config_of(flags)
+            assert (cfg.seed, cfg.learning_rate) == (cell.seed, cell.learning_rate)
+            # Results must not depend on what "auto" means on a machine.
+            assert cfg.dtype == "float32"
+            fp8 = cell.mismatch.startswith("fp8")
+            assert cfg.rollout_dtype == ("bfloat16" if fp8 else "float32")
+    assert all(callable(getattr(patched, name)) for name in plan.PATCHES.values())
+
+
+def test_a_run_of_smollm2_is_the_recipe_except_for_what_its_cell_says(tmp_path):
+    cell = Cell("T = 1.2", "p3o, no KL", plan.SMOLLM2_RATE, 2)
+    cfg = config_of(command_of(cell, {}, tmp_path, SMOLLM2))
+    recipe = parse_flags(Config, ["--config", SMOLLM2["config"]])
+    changed = {name: value for name, value in cfg if value != getattr(recipe, name)}
+    # On a CPU without fast bfloat16 the recipe has this value too.
+    changed["rollout_dtype"] = cfg.rollout_dtype
+    assert changed == {
+        "model": "models/SmolLM2",
+        "steps": 20,
+        "eval_every": 5,
+        "dtype": "float32",
+        "rollout_dtype": "float32",
+        "objective": "study.ablations:cap_without_kl",
+        "temperature": 1.2,
+        "seed": 2,
+    }
+
+
+def test_objectives_that_depend_on_other_numbers_get_them_as_arguments(tmp_path):
+    # A-3PO: alpha is (d - 1) / d for data that are d updates old, 15 / 16.
+    cfg = config_of(command_of(LAG._replace(objective="a3po"), {}, tmp_path))
+    assert cfg.objective_args == {"alpha": 0.9375}
+    own = LAG._replace(objective=plan.OWN_MEAN)
+    with pytest.raises(Refused, match="is missing: run --part grid first"):
+        command_of(own, {}, tmp_path)
+    # P3O's run has an e_B of 0.5 and 0.25 in its two steps, and two updates per step.
+    done = {LAG: run_of(LAG, 0.4, 0.9, 0.9)}
+    assert config_of(command_of(own, done, tmp_path)).objective_args == {"level": 0.375}
+    # Seed 2 takes the e_B of seed 0, the next one in 0, 1, 2, 0.
+    yoked = own._replace(objective=plan.YOKED, seed=2)
+    path = config_of(command_of(yoked, done, tmp_path)).objective_args["path"]
+    assert (ROOT / path).read_text() == "[0.5, 0.5, 0.25, 0.25]"
+
+
+# Changes of train.py
+
+
+def test_step_where_signal_skips_the_optimizer_if_all_advantages_are_0(monkeypatch):
+    class Batch:
+        advantage = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def update(policy, optimizer, objective, rollouts, rows, cfg, step):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+
+    monkeypatch.setattr(patched.train, "update", update)
+    patched.step_where_signal()
+    for rows, expected in (([0], 0.0), ([0, 1], -1.0), ([0], -1.0)):
+        patched.train.update(None, optimizer, None, Batch, rows, None, 1)
+        assert weight.item() == expected
+
+
+def test_ess_used_logs_what_an_objective_used_in_place_of_e_b(monkeypatch):
+    def update(objective, e_b):
+        objective(*torch.zeros(4, 1, 1), e_b)
+        return {"ess": e_b}
+
+    monkeypatch.setattr(patched.ablations, "p3o", p3o)
+    monkeypatch.setattr(patched.train, "update", update)
+    patched.ess_used()
+    fixed_ess = partial(patched.ablations.fixed_ess, level=0.8)
+    assert patched.train.update(fixed_ess, 0.9) == {"ess": 0.9, "ess_used": 0.8}
+
+
+def test_the_kl_at_one_heat_uses_the_rollouts_temperature_for_the_listed_tokens(
+    monkeypatch,
+):
+    at_temperature = patched.policy.token_log_probabilities
+    monkeypatch.setattr(patched.policy, "token_log_probabilities", at_temperature)
+    monkeypatch.setattr("sys.argv", ["patched.py", "--temperature=1.5"])
+    patched.kl_at_rollout_temperature()
+    hidden, head = torch.randn(4, 8), torch.randn(5, 8)
+    tokens = torch.arange(4 * 6).view(4, 6) % 5  # the sampled one, then all five
+    found = patched.policy.token_log_probabilities(hidden, head, 1.0, tokens)
+    logits = hidden @ head.T
+    expected = [logits.log_softmax(-1)] + 5 * [(logits / 1.5).log_softmax(-1)]
+    for column, logp in enumerate(expected):
+        token = tokens[:, column : column + 1]
+        torch.testing.assert_close(found[:, column], logp.gather(1, token)[:, 0])
+
+
+# Making the runs
+
+
+@pytest.fixture
+def grid(monkeypatch, tmp_path):
+    """Makes a grid of three runs with two workers, without training; reads its file."""
+    cells = [LAG._replace(seed=seed) for seed in range(3)]
+
+    def make_run(cell, command):
+        if command == ["fails"]:
+            raise RuntimeError("no memory")
+        cores = sorted(os.sched_getaffinity(0))
+        return run_of(cell, 0.4, 0.9) | {"cores": cores}
+
+    monkeypatch.setattr(runs, "make_run", make_run)
+    monkeypatch.setattr(runs.signal, "signal", lambda *_: None)
+
+    def make(failing=None):
+        def command_of(cell):
+            return ["fails"] if cell.seed == failing else ["runs"]
+
+        runs.run_grid(cells, command_of, tmp_path / "runs.jsonl", workers=2)
+        return runs.read_runs(tmp_path / "runs.jsonl")
+
+    return make
+
+
+def test_a_run_that_fails_does_not_stop_the_others_and_only_it_is_run_again(
+    grid, capsys
+):
+    with pytest.raises(Refused, match="1 runs failed, for the reasons above"):
+        grid(failing=1)
+    printed = capsys.readouterr()
+    assert "lag 16, p3o, 0.0002, 1  failed: no memory" in printed.err
+    assert "3/3" in printed.out + printed.err
+    assert len(grid()) == 3
+    assert "1/1  lag 16, p3o, 0.0002, 1 " in capsys.readouterr().out
+
+
+def test_workers_share_the_cores(grid):
+    assert runs.core_shares([0, 1, 2], 2) == [{0, 2}, {1}]
+    assert runs.core_shares([0], 2) == [{0}, {0}]
+    shares = runs.core_shares(sorted(os.sched_getaffinity(0)), 2)
+    for run in grid().values():
+        assert set(run["cores"]) in shares
+
+
+# Summing them up
+
+
+def test_the_score_is_the_mean_of_the_last_three_sampled_accuracies():
+    # (0.6 + 0.7 + 0.8) / 3
+    run = run_of(LAG, 0.1, 0.5, 0.6, 0.7, 0.8)
+    assert runs.final_score(run) == pytest.approx(0.7)
+    assert runs.final_score(run | {"stopped": "step 9: not finite"}) == 0
+
+
+def test_a_run_has_collapsed_if_it_ends_below_half_of_its_best_or_stopped():
+    assert runs.collapsed(run_of(LAG, 0.4, 0.8, 0.39))
+    assert not runs.collapsed(run_of(LAG, 0.4, 0.8, 0.41))
+    assert runs.collapsed(run_of(LAG, 0.4, 0.8, stopped="step 9: not finite"))
+
+
+def test_an_interval_is_students():
+    # 1, 2, 3: standard deviation 1; 4.303 is t of two degrees; 4.303 / sqrt(3) = 2.484
+    assert runs.interval([1.0, 2.0, 3.0]) == pytest.approx((2, 2.484), abs=1e-3)
+    assert runs.format_interval([1.0, 2.0, 3.0], "+") == "+2.000 ± 2.484"
+    assert runs.format_interval([0.5]) == "0.500"
+
+
+def small_study():
+    """P3O and GRPO on two kinds of data; one seed of P3O has no run of GRPO."""
+    scores = {
+        ("T = 1.4", "p3o"): (0.8, 0.6, 0.1),
+        ("T = 1.4", "grpo 0.2"): (0.4, 0.4),
+        ("lag 16", "p3o"): (0.9, 0.7),
+        ("lag 16", "grpo 0.2"): (0.7, 0.7),
+    }
+    found = {}
+    for (name, objective), by_seed in scores.items():
+        for seed, score in enumerate(by_seed):
+            cell = Cell(name, objective, LEARNING_RATE, seed)
+            found[cell] = run_of(cell, 0.4, score, score, score)
+    return found
+
+
+def row_of(text, *begin):
+    """The cells, by column, of the one row of a table that begins like this."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    (row,) = [line for line in lines if line[: len(begin)] == list(begin)]
+    return dict(zip(lines[0], row, strict=True))
+
+
+def test_differences_are_taken_seed_by_seed_and_averaged_over_mismatches():
+    row = row_of(
+        report.table_of_differences(small_study(), plan.MISMATCHES), "grpo 0.2"
+    )
+    # Seed 0: 0.4 and 0.2, mean 0.3. Seed 1: 0.2 and 0, mean 0.1. So 0.2, and
+    # 12.706 (t of one degree) * 0.1414 / sqrt(2).
+    assert row["P3O minus it"] == "+0.200 ± 1.271"
+    # The means of the mismatches are 0.3 and 0.1.
+    assert (row["mismatches"], row["P3O better"], row["seeds"]) == ("2", "2", "2")
+    assert (row["least"], row["most"]) == ("+0.100", "+0.300")
+
+
+def test_a_run_on_another_machine_is_compared_with_p3o_on_that_machine():
+    found = small_study()
+    cell = LAG._replace(objective="p3o on a GPU")
+    found[cell] = run_of(cell, 0.4, 0.6, 0.6, 0.6)
+    found[LAG._replace(objective="grpo 0.2")]["beside"] = cell.objective
+    # Seed 0: 0.6 - 0.7, although P3O has 0.9 here. Seed 1: 0.7 - 0.7, as before.
+    by_seed = report.differences(found, "grpo 0.2")["lag 16"]
+    assert by_seed == pytest.approx({0: -0.1, 1: 0})
+    # 0.9 - 0.6
+    assert report.differences(found, cell.objective)["lag 16"][0] == pytest.approx(0.3)
+
+
+def test_a_table_of_scores_has_greedy_accuracy_and_marks_a_collapse():
+    row = row_of(report.table_of_scores(small_study()), "p3o")
+    # (0.9 + 0.7) / 2 is the score, and run_of's greedy accuracy is half of it.
+    assert row["lag 16"] == "0.80 / 0.40"
+    # (0.8 + 0.6 + 0.1) / 3, and 0.1 is below half of 0.4.
+    assert row["T = 1.4"] == "0.50 / 0.25 *"
+
+
+def test_the_table_of_runs_has_every_measure():
+    row = row_of(report.table_of_runs(small_study()), "lag 16", "0.0002", "grpo 0.2")
+    assert row == {
+        "mismatch": "lag 16",
+        "learning rate": "0.0002",
+        "objective": "grpo 0.2",
+        "seeds": "2",
+        "compared with P3O on a GPU": "0",
+        "score": "0.700 ± 0.000",
+        "P3O minus it": "0.100 ± 1.271",  # 0.9 - 0.7 and 0.7 - 0.7
+        "sampled": "0.700 ± 0.000",
+        "greedy": "0.350 ± 0.000",
+        "entropy": "0.250 ± 0.000",
+        "mean e_B": "0.333",  # of 0.5, 0.25 and 0.25
+        "least e_B": "0.100",
+        "mean number in its place": "0.667",  # of 0.8, 0.6 and 0.6
+        "collapsed": "0",
+    }
+
+
+def test_the_drawn_weight_of_a_token_is_the_one_in_the_gradient():
+    rho = report.LOG_RATIO.exp()
+    # P3O: min(rho, e_B) A. GRPO: rho A, but 0 if rho > 1.2 and A > 0, or rho < 0.8 and
+    # A < 0.
+    found = report.weight_by_ratio(p3o, -2.0, 0.7)
+    torch.testing.assert_close(found, -2 * rho.clamp(max=0.7))
+    found = report.weight_by_ratio(grpo, 1.0, 0.7)
+    torch.testing.assert_close(found, rho * (rho <= 1.2))
+    found = report.weight_by_ratio(grpo, -1.0, 0.7)
+    torch.testing.assert_close(found, -rho * (rho >= 0.8))
+
+
+@pytest.mark.slow
+def test_figures_are_drawn_from_whatever_runs_there_are(tmp_path):
+    report.draw_scores(small_study(), tmp_path / "scores.png")
+    shown = [("lag 16", "lag 16", "heldout_pass@1"), ("e_B", "T = 1.6", "ess")]
+    report.draw_by_step(small_study(), plan.MAIN, shown, tmp_path / "curves.png")
+    report.draw_weights(tmp_path / "objectives.png")
+    assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+# The committed runs
+
+
+@cache
+def embedded():
+    return runs.read_runs(runs.RESULTS / "embedded.jsonl")
+
+
+@cache
+def at_rate():
+    return runs.select(embedded(), learning_rate=LEARNING_RATE)
+
+
+@cache
+def smollm2():
+    """SmolLM2's runs: a CPU's on fresh data and with fp8, a GPU's on all other data."""
+    on_cpu = runs.read_runs(runs.RESULTS / "smollm2.jsonl")
+    on_gpu = runs.read_runs(runs.RESULTS / "gpu/smollm2.jsonl")
+    kinds = ("on-policy, formulas", "fp8, formulas")
+    return {c: run for c, run in on_gpu.items() if c.mismatch not in kinds} | {
+        c: run for c, run in on_cpu.items() if c.mismatch in kinds
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["embedded", "smollm2", "gpu/smollm2", "smollm2_40_steps"]
+)
+def test_the_committed_tables_are_those_of_the_committed_runs(name):
+    path = runs.RESULTS / f"{name}.jsonl"
+    page = report.embedded_page if name == "embedded" else report.table_of_runs
+    assert path.with_suffix(".md").read_text() == page(runs.read_runs(path))
+
+
+def test_only_a_run_on_a_gpu_is_compared_with_p3o_on_a_gpu():
+    for cell, run in embedded().items():
+        # Runs of early commits have no environment, and are a CPU's.
+        cuda = "CUDA_VERSION" in run["config"].get("environment", {})
+        is_p3o = cell.objective == "p3o on a GPU"
+        assert run.get("beside") == ("p3o on a GPU" if cuda and not is_p3o else None)
+        assert cell._replace(objective=run.get("beside", cell.objective)) in embedded()
+
+
+def front_page_configs():
+    """The config.json of each run that the front page has numbers of, by its name."""
+    for name in "make_train", "smollm2_recipe":
+        yield name, json.loads((runs.RESULTS / name / "config.json").read_text())
+    compared = runs.read_runs(runs.RESULTS / "compare/compare.jsonl")
+    hot = runs.read_runs(runs.RESULTS / "smollm2.jsonl")
+    table = {
+        cell: run
+        for cell, run in at_rate().items()
+        if cell.mismatch in FRONT_ROWS and cell.objective in FRONT_COLUMNS
+    }
+    for cell, run in (compared | hot | table).items():
+        yield cell, run["config"]
+
+
+def test_todays_train_py_accepts_the_config_of_each_run_on_the_front_page(tmp_path):
+    path = tmp_path / "config.json"
+    for name, config in front_page_configs():
+        path.write_text(json.dumps(config))
+        cfg = parse_flags(Config, [f"--config={path}"])
+        # Every field of today has the value that the run recorded.
+        recorded = {field: config.get(field) for field in Config.model_fields}
+        assert cfg.model_dump() | {"out_dir": config["out_dir"]} == recorded, name
+
+
+FRONT_ROWS = {
+    "on-policy": "fresh",
+    "T = 1.6": "rollouts at temperature 1.6",
+    "fp8": "rollouts in fp8",
+    "lag 16": "16 steps old",
+    "16 updates": "4 passes, 16 updates",
+}
+FRONT_COLUMNS = ("p3o", "grpo 0.2", "reinforce")
+
+
+def test_the_front_page_has_the_scores_of_the_committed_runs():
+    scores = report.table_of_scores(at_rate())
+    text = FRONT.read_text().replace(" *", "")
+    for name, title in FRONT_ROWS.items():
+        cells = [row_of(scores, objective)[name] for objective in FRONT_COLUMNS]
+        assert f"{title} | {' | '.join(cells)} |".replace(" *", "") in text
+
+
+# The tables of the study's page. The first cell of a header says which runs the cells
+# are about. A cell with several numbers has one for each of these selections.
+SELECTIONS = {
+    "score": lambda: [at_rate()],
+    "score, seeds 0 to 2": lambda: [first_seeds(at_rate())],
+    "score at 1e-4, 2e-4, 4e-4": lambda: [
+        runs.select(first_seeds(embedded()), learning_rate=rate)
+        for rate in (1e-4, 2e-4, 4e-4)
+    ],
+    "SmolLM2, formulas": lambda: [
+        {
+            cell._replace(mismatch=cell.mismatch.removesuffix(", formulas")): run
+            for cell, run in smollm2().items()
+        }
+    ],
+    "SmolLM2, seed by seed": lambda: seed_by_seed("smollm2"),
+    "SmolLM2 in bfloat16, seed by seed": lambda: seed_by_seed("smollm2_40_steps"),
+}
+AVERAGES = {
+    "P3O minus it, all 14": plan.MISMATCHES,
+    "P3O minus it, the five": plan.BREAKING,
+}
+OBJECTIVES = {  # by their titles, such as "P3O, no KL"
+    re.sub(r"^\w+", lambda word: word[0].upper(), objective): objective
+    for objective in (*plan.OBJECTIVES, "p3o on a GPU")
+}
+
+
+def first_seeds(every):
+    return {cell: run for cell, run in every.items() if cell.seed < 3}
+
+
+def seed_by_seed(name):
+    every = runs.read_runs(runs.RESULTS / f"{name}.jsonl")
+    return [runs.select(every, seed=seed) for seed in range(3)]
+
+
+def expected_cell(name, title, column):
+    """The mean score, starred if any run collapsed, or P3O minus it; "" if not run."""
+    if column in AVERAGES:
+        if title == "P3O":
+            return ""
+        differences = report.table_of_differences(at_rate(), AVERAGES[column])
+        return row_of(differences, OBJECTIVES[title])["P3O minus it"]
+    cells = []
+    for every in SELECTIONS[name]():
+        if title == "mean e_B of P3O":
+            same = runs.select(every, objective="p3o", mismatch=column).values()
+            means = [mean(ess for _, ess in runs.series(run, "ess")) for run in same]
+            cells.append(f"{mean(means):.2f}")
+            continue
+        objective = OBJECTIVES[title]
+        same = runs.select(every, objective=objective, mismatch=column).values()
+        if same:
+            star = "*" * any(map(runs.collapsed, same))
+            cells.append(f"{mean(map(runs.final_score, same)):.2f}{star}")
+    return ", ".join(cells)
+
+
+def test_every_cell_of_the_pages_tables_is_that_of_the_committed_runs():
+    names, wrong = set(), []
+    for text in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), re.MULTILINE):
+        header, _, *rows = [
+            [cell.strip() for cell in line[1:-1].split("|")]
+            for line in text.splitlines()
+        ]
+        names.add(header[0])
+        for title, *cells in rows:
+            for column, cell in zip(header[1:], cells, strict=True):
+                expected = expected_cell(header[0], title, column)
+                if cell != expected:
+                    wrong.append((header[0], title, column, cell, expected))
+    assert wrong == []
+    assert names == {*SELECTIONS}
+
+
+def test_the_intervals_on_the_page_are_in_the_tables():
+    tables = "".join(path.read_text() for path in runs.RESULTS.rglob("*.md"))
+    # The page says in words which of two is above the other.
+    values = re.sub(r"[+-]", "", tables)
+    found = re.findall(r"\d\.\d+ ± \d\.\d+", " ".join(PAGE.read_text().split()))
+    assert len(found) > 40
+    assert [interval for interval in found if interval not in values] == []
+
+
+def count_intervals(objectives):
+    """How many intervals of P3O minus these there are, exclude 0, and are above 0."""
+    found = [
+        runs.interval(list(by_seed.values()))
+        for objective in objectives
+        for kind, by_seed in report.differences(at_rate(), objective).items()
+        if kind in plan.MISMATCHES and len(by_seed) > 1
+    ]
+    clear = [middle for middle, half in found if abs(middle) > half]
+    return len(found), len(clear), sum(middle > 0 for middle in clear)
+
+
+def test_the_page_counts_the_intervals_that_exclude_0():
+    rivals = (*plan.RIVALS, plan.A3PO)
+    apart = (*rivals, *plan.STATISTICS, *plan.REMEDIES, *plan.RULES, plan.RAW)
+    others = [name for name in plan.OBJECTIVES if name not in ("p3o", *apart)]
+    text = " ".join(PAGE.read_text().split())
+    every, clear, above = count_intervals(others)
+    assert f"{every} intervals of the difference between P3O and another" in text
+    assert f"{clear} of them exclude 0, {above} in P3O's favor" in text
+    every, clear, above = count_intervals(rivals)
+    assert f"Among {every} further intervals, {clear} exclude 0, {above} in" in text
