@@ -1,11 +1,11 @@
-r"""P3O with a part taken out or replaced: what are the cap, the KL and e_B good for?
+r"""P3O with one element removed or replaced, to see what the cap, the KL and e_B do.
 
     python train.py --objective study.ablations:cap_without_kl --lag 16
     python train.py --objective study.ablations:fixed_ess \
         --objective_args level=0.9
 
-Each is a function of the five arguments of `loss.p3o`, and returns the loss of each
-token, [N, T]. (12) and the other numbers are equations of arXiv 2605.12380.
+Each function takes the five arguments of `loss.p3o` and returns the loss of each token,
+[N, T]. (11) and (12) are equations of arXiv 2605.12380.
 """
 
 import json
@@ -23,14 +23,14 @@ from loss import effective_sample_size, p3o, ratio_sums
 def cap_without_kl(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) without its second term: the ratio is capped at e_B, nothing pulls back."""
+    """Return (12) without the KL: only the cap on the ratio is left."""
     return p3o(logp, logp_behavior, advantage, torch.zeros_like(kl), e_b)
 
 
 def kl_without_cap(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with rho in place of min(rho, e_B)."""
+    """Return (12) with rho in place of min(rho, e_B)."""
     rho = (logp - logp_behavior).exp().detach()
     return -rho * advantage * logp + (1 - e_b) * kl
 
@@ -38,25 +38,25 @@ def kl_without_cap(
 def kl_where_signal(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with the KL only at tokens whose advantage is not 0.
+    """Return (12) with the KL only at tokens whose advantage is not 0.
 
-    Where all responses to a prompt are right, or all are wrong, nothing pulls them back
-    to pi_b. So a batch without any reward does not move the policy.
+    If all responses to a prompt are right, or all are wrong, they are not pulled back
+    to pi_b. A batch without any reward therefore does not move the policy.
     """
     kl = torch.where(advantage != 0, kl, 0.0)
     return p3o(logp, logp_behavior, advantage, kl, e_b)
 
 
-# Estimates of the KL from the sampled token. They do not look at `kl`.
+# Estimates of the KL from the sampled token alone. They ignore the argument `kl`.
 
 
 def importance_sampled(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with rho log rho - rho + 1 for the KL.
+    """Return (12) with the estimate rho log rho - rho + 1 in place of the KL.
 
-    Over tokens that pi_b sampled its mean is KL(pi_theta || pi_b), and the mean of its
-    gradient is the KL's.
+    Over tokens sampled by pi_b, the mean of this estimate is KL(pi_theta || pi_b), and
+    the mean of its gradient is the gradient of the KL.
     """
     log_rho = logp - logp_behavior
     rho = log_rho.exp()
@@ -67,11 +67,12 @@ def importance_sampled(
 def k3(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with log rho + 1/rho - 1 for the KL: the authors' code, but for its clamp.
+    """Return (12) with the estimate log rho + 1/rho - 1 in place of the KL.
 
-    It is meant for tokens that pi_theta sampled. Over those of pi_b its mean is
+    This is the authors' code without its clamp. The estimate is meant for tokens
+    sampled by pi_theta. Over tokens sampled by pi_b its mean is
     chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta). Its pull on a token that has become
-    rare, 1 - 1/rho, has no bound.
+    rare, 1 - 1/rho, is unbounded.
     """
     log_rho = logp - logp_behavior
     estimate = log_rho + (-log_rho).exp() - 1
@@ -81,17 +82,17 @@ def k3(
 def clamped_k3(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with the KL exactly as the authors' code estimates it: k3 with a clamp.
+    """Return (12) with the KL as the authors' code estimates it: `k3` with a clamp.
 
-    1/rho is clamped to e^-10 .. e^10. A token that pi_theta has made rarer than that is
-    no longer pulled back to pi_b but pushed away from it, with weight 1 - e_B.
+    1/rho is clamped to [e^-10, e^10]. A token that pi_theta has made rarer than that is
+    no longer pulled back to pi_b but pushed further away, with weight 1 - e_B.
     """
     log_rho = logp - logp_behavior
     estimate = log_rho + (-log_rho).clamp(-10, 10).exp() - 1
     return p3o(logp, logp_behavior, advantage, estimate, e_b)
 
 
-# Another number in place of e_B
+# Other numbers in place of e_B
 
 
 def fixed_ess(
@@ -103,30 +104,30 @@ def fixed_ess(
     *,
     level: float,
 ) -> Tensor:
-    """(12) with the constant `level`, between 0 and 1, in place of e_B."""
+    """Return (12) with the constant `level`, between 0 and 1, in place of e_B."""
     return p3o(logp, logp_behavior, advantage, kl, level)
 
 
 def ess_where_signal(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with e_B over the tokens whose advantage is not 0; 1 if there is none.
+    """Return (12) with e_B over the tokens with an advantage; 1 if there are none.
 
-    So without any reward the KL has no weight. It sees one micro-batch on one rank: the
-    batch B has to be no more than that.
+    If all advantages are 0, the KL therefore has no weight. The function sees only one
+    micro-batch of one rank, so B must be a single micro-batch on a single rank.
     """
-    judged = advantage != 0
-    e_b = ess_of((logp - logp_behavior)[judged]) if judged.any() else 1.0
+    has_signal = advantage != 0
+    e_b = ess_of((logp - logp_behavior)[has_signal]) if has_signal.any() else 1.0
     return p3o(logp, logp_behavior, advantage, kl, e_b)
 
 
 def ess_of_responses(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with e_B over responses: rho of one is the product of its tokens'.
+    """Return (12) with e_B over responses, the ratio of a response being a product.
 
-    A row is a response, and its padding has log rho = 0. B has to be one micro-batch on
-    one rank, as in `ess_where_signal`.
+    The product is over the tokens of a row; padding has log rho = 0. B must be a single
+    micro-batch on a single rank, as in `ess_where_signal`.
     """
     log_rho = (logp - logp_behavior).sum(dim=1)  # [N]
     return p3o(logp, logp_behavior, advantage, kl, ess_of(log_rho))
@@ -135,11 +136,12 @@ def ess_of_responses(
 def ess_of_mean_ratios(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """(12) with e_B over responses: rho of one is the geometric mean of its tokens'.
+    """Return (12) with e_B over responses, the ratio of a response being a mean.
 
-    What counts as padding is a place where both log pi_b and the advantage are 0. So a
-    token of which pi_b is sure shortens its response, if that has no advantage. B has
-    to be one micro-batch on one rank.
+    The geometric mean is over the tokens of a row. A position counts as padding if both
+    log pi_b and the advantage are 0 there. In a response without an advantage, a token
+    of which pi_b is certain is therefore mistaken for padding. B must be a single
+    micro-batch on a single rank.
     """
     length = ((logp_behavior != 0) | (advantage != 0)).sum(dim=1)  # [N]
     log_rho = (logp - logp_behavior).sum(dim=1) / length.clamp(min=1)
@@ -147,7 +149,7 @@ def ess_of_mean_ratios(
 
 
 def ess_of(log_rho: Tensor) -> float:
-    """e_B (11) of these log-ratios, whatever they are of."""
+    """Return e_B (11) of these log-ratios, which may be of tokens or of responses."""
     return effective_sample_size(
         ratio_sums(log_rho, torch.ones_like(log_rho).bool())
     ).item()
@@ -162,19 +164,19 @@ def ess_to_a_power(
     *,
     power: float,
 ) -> Tensor:
-    """(12) with e_B^power: above 1 it trusts the batch less, and below 1 more."""
+    """Return (12) with e_B^power, which trusts the batch less than e_B if power > 1."""
     return p3o(logp, logp_behavior, advantage, kl, e_b**power)
 
 
 class RecentEss:
-    """(12) with the mean e_B of the last `updates` updates, this one included.
+    """Return (12) with the mean e_B of the last `updates` updates, including this one.
 
-    A new update is known by its e_B, as in `YokedEss`. A run that is resumed begins
-    anew.
+    A new update is recognized by its e_B, as in `YokedEss`. A resumed run starts with
+    an empty list.
     """
 
     def __init__(self) -> None:
-        self.of_updates: list[float] = []
+        self.history: list[float] = []
 
     def __call__(
         self,
@@ -186,9 +188,9 @@ class RecentEss:
         *,
         updates: float = 16,
     ) -> Tensor:
-        if [e_b] != self.of_updates[-1:]:
-            self.of_updates.append(e_b)
-        level = mean(self.of_updates[-int(updates) :])
+        if [e_b] != self.history[-1:]:
+            self.history.append(e_b)
+        level = mean(self.history[-int(updates) :])
         return p3o(logp, logp_behavior, advantage, kl, level)
 
 
@@ -196,15 +198,14 @@ recent_ess = RecentEss()
 
 
 class YokedEss:
-    """(12) with another run's e_B, step by step, in place of the batch's own.
+    """Return (12) with another run's e_B, update by update, in place of e_B.
 
-    `path` is a JSON list with one e_B an update, as many as this run has updates. Their
-    level and their trend are those of a real run. Only whether this batch deserves its
-    e_B is not.
+    `path` is a JSON list with one e_B for each update of this run. Level and trend of
+    these values are those of a real run, but they are unrelated to the batch at hand.
 
-    A new update is known by its e_B, so it may have any number of micro-batches. Two
-    updates in a row with the very same e_B would count as one. A run that is resumed
-    would start the list again.
+    A new update is recognized by its e_B, so an update may have any number of
+    micro-batches. Two consecutive updates with exactly the same e_B would count as one.
+    A resumed run would start the list again.
     """
 
     def __init__(self) -> None:
