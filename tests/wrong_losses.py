@@ -224,7 +224,7 @@ WRONG_OBJECTIVES = {
     "m2po drops tokens on both sides of rho = 1": Mistake(
         "(advantage * log_rho).detach() > 0",
         "advantage != 0",
-        ["test_m2po_and_bapo_look_at_the_whole_batch_by_hand"],
+        ["test_m2po_and_bapo_decide_by_the_whole_batch"],
     ),
     "tis without stop-gradient": Mistake(
         "rho.clamp(max=C).detach()",
