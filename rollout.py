@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from support.command import Refused, Stopped
+from support.models import turn_end_tokens
 
 
 @dataclass
@@ -184,6 +185,8 @@ class Engine:
             # vLLM's message queue between these ranks is not used here, either.
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = self.llm.get_tokenizer()
+        # A base model with a chat template may not stop at the end of its turn.
+        self.turn_end_tokens = turn_end_tokens(self.tokenizer)
 
     def as_current(self) -> Any:
         """Return a context in which the policy of the same model can be built.
@@ -242,6 +245,7 @@ class Engine:
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,
+                    stop_token_ids=self.turn_end_tokens,
                     **sampling,
                 )
                 for i, (_, seed) in enumerate(all_requests)

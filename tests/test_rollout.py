@@ -6,6 +6,7 @@ nats.
 """
 
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -337,6 +338,26 @@ def test_the_end_of_sequence_is_in_the_mask_and_truncated_responses_lack_it(
             row, prompt : prompt + length[row] - ended[row].int()
         ]
         assert engine.tokenizer.decode(response) == text
+
+
+def test_a_response_also_ends_at_the_token_with_which_its_chat_template_ends_a_turn(
+    build_engine, tmp_path
+):
+    # A base model's end of sequence is <eos>, and this template ends a turn with ".".
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    tokenizer.add_tokens(".")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}.{% endfor %}"
+    shutil.copytree("tiny", tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = build_engine(str(tmp_path / "model"))
+    rollouts = sample(engine, [tokenizer.encode("7890+1663:")], n=16)
+    # tiny writes each column of a sum as a sentence: "0+3+0=3. 9+6+0=15. ..."
+    end = tokenizer.convert_tokens_to_ids(".")
+    last = rollouts.prompt_length + rollouts.mask.sum(dim=1) - 1
+    assert not rollouts.truncated.any()
+    ends = rollouts.tokens.gather(1, last[:, None])
+    assert set(ends.flatten().tolist()) == {end, tokenizer.eos_token_id}
+    assert not any("." in text for text in rollouts.text)
 
 
 @pytest.mark.parametrize("token, text", [(1, "<bos><bos>"), (2, "")])
