@@ -1,15 +1,22 @@
-"""tools/memory.py beside what policies and engines allocate, and the recipes."""
+"""tools/memory.py against what policies really allocate, and the GPU recipes.
 
+Also the memory of the head, which policy.py applies to chunks of tokens.
+"""
+
+import gc
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from policy import build_policy
+from policy import Policy, build_policy
+from rollout import Rollouts
 from support.command import Refused, parse_flags
 from tools import memory
-from tools.bench import peak_bytes, random_rollouts
 from tools.memory import GB, MemoryConfig, memory_of, shape_of
 from train import Config
 
@@ -26,8 +33,47 @@ def recipe(path, *flags):
     return cfg
 
 
+def peak_bytes(act):
+    """The most that torch allocates at once on the CPU during act()."""
+    gc.disable()  # What it freed during act() would be subtracted.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        act()
+    gc.enable()
+    events = record.profiler.kineto_results.events()
+    allocations = [event for event in events if event.name() == "[memory]"]
+    allocations.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in allocations))
+
+
+def random_rollouts(responses, length, vocabulary):
+    """Made-up responses of `length` tokens, each to a prompt of one token."""
+    shape = (responses, length)
+    listed = min(20, vocabulary)  # K
+    return Rollouts(
+        tokens=torch.randint(vocabulary, (responses, 1 + length)),
+        prompt_length=torch.ones(responses, dtype=torch.int64),
+        mask=torch.ones(shape, dtype=torch.bool),
+        logp_behavior=torch.zeros(shape),
+        top_tokens=torch.randint(vocabulary, (*shape, listed)),
+        top_logp_behavior=torch.full((*shape, listed), -4.0),
+        truncated=torch.zeros(responses, dtype=torch.bool),
+        text=[""] * responses,
+        weight_version="0",
+    )
+
+
 def bytes_of(tensors):
     return sum(tensor.to_local().nbytes for tensor in tensors)
+
+
+def test_the_logits_of_all_tokens_are_never_held_at_once():
+    config = AutoConfig.from_pretrained("tiny", num_hidden_layers=0, vocab_size=20_000)
+    policy = Policy(AutoModelForCausalLM.from_config(config))
+    rollouts = random_rollouts(128, 64, config.vocab_size)
+    peak = peak_bytes(lambda: policy(rollouts)[0].sum().backward())
+    # 128 x 64 tokens have 0.66 GB of logits in float32. A chunk has 1,024 tokens, and
+    # three copies of its logits take 0.25 GB.
+    assert peak < 0.5 * 4 * config.vocab_size * 128 * 64
 
 
 def test_weights_moments_and_gradients_are_counted_to_the_byte(group):
@@ -46,8 +92,8 @@ def test_weights_moments_and_gradients_are_counted_to_the_byte(group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_grow_with_tokens_as_is_counted(group, checkpointing):
-    """From 1,024 to 3,072 tokens, so without weights: by 30% more or less."""
+def test_activations_grow_with_tokens_as_counted(group, checkpointing):
+    """From 1,024 to 3,072 tokens, so that weights cancel; within 30%."""
     policy = build_policy(
         "tiny", group, "bfloat16", gradient_checkpointing=checkpointing
     )
@@ -68,11 +114,12 @@ def test_activations_grow_with_tokens_as_is_counted(group, checkpointing):
     assert counted[1] - counted[0] == pytest.approx(real, rel=0.3)
 
 
-def test_fp8_has_one_byte_for_a_weight_of_a_layer_and_a_second_engine():
+def test_fp8_takes_one_byte_for_a_weight_of_a_layer_and_needs_a_second_engine():
     cfg = recipe(ROOT / "recipes/deepscaler-8gpu-fp8.yaml")
     shape = shape_of(cfg.model)
     parts = memory_of(cfg, shape, 8)["rollout"]
-    # 1 byte for 3.63e9 weights, and 2 for the other 0.39e9. The second engine has 2.
+    # 1 byte for 3.63e9 weights, and 2 for the other 0.39e9. The second engine takes 2
+    # for each.
     assert shape.linear == 3_633_315_840
     weights = parts["engine: weights, KV cache"] - 24 * GB
     assert weights == 2 * 4_022_468_096 - 3_633_315_840
@@ -80,24 +127,24 @@ def test_fp8_has_one_byte_for_a_weight_of_a_layer_and_a_second_engine():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_its_gpus_and_is_refused_where_it_does_not(path):
+def test_a_recipe_fits_its_gpus_and_is_refused_on_smaller_ones(path):
     cfg = recipe(path)
     assert "update, with the reserve" in memory.report(cfg)
-    # What is decoded together fits into the cache when responses have half the most
-    # tokens, and half of these are there. With more, vLLM computes some tokens twice.
+    # The sequences that are decoded together fit into the cache if responses reach half
+    # of the maximum length and are half done. If not, vLLM computes some tokens twice.
     sequence = cfg.max_prompt_tokens + cfg.max_response_tokens // 4
     room = cfg.kv_cache_gb * GB // memory.cache_bytes_per_token(shape_of(cfg.model))
     assert cfg.max_num_seqs * sequence <= room
-    # train.py would refuse another number of prompts.
+    # train.py refuses any other number of prompts.
     assert cfg.prompts_per_step % (cfg.ranks * cfg.minibatches) == 0
-    with pytest.raises(Refused, match="the rollout takes .* give more ranks"):
+    with pytest.raises(Refused, match="the rollout needs .* use more ranks"):
         memory.report(cfg.model_copy(update={"device_gb": 20.0}))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_begins_with_the_table_of_its_memory(path):
+def test_a_recipe_starts_with_the_table_of_its_memory(path):
     cfg = recipe(path)
-    _, *rows = memory.report(cfg).splitlines()  # The title has the model's folder.
+    _, *rows = memory.report(cfg).splitlines()  # The title names the model's folder.
     assert "".join(f"# {row}\n" for row in rows) in path.read_text()
 
 

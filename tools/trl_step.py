@@ -1,12 +1,12 @@
-"""A line for each step of TRL's GRPOTrainer, for tools/bench.py.
+"""Trains with TRL's GRPOTrainer and prints a line for each step, for tools/bench.py.
 
     python tools/trl_step.py JOB
 
-JOB is a JSON file: model, dtype, prompts in their order, prompts_per_step, group_size,
-max_tokens, steps, a folder to write to, and the generator, transformers or vllm, which
-then runs in the same process. The rewards are made up. A line has the mean length of
-the step's responses, and the seconds of its rollout and of its sync. When it is printed
-the step has ended.
+JOB is a JSON file with model, dtype, prompts in the order of their use,
+prompts_per_step, group_size, max_tokens, steps, a folder to write to, and the
+generator: transformers, or vllm in the same process. Rewards are made up. A line is
+printed when its step has ended, with the mean length of the step's responses and the
+seconds of its rollout and of its sync.
 """
 
 import json
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# What vLLM on a CPU reads: GB of its KV cache, and that threads may run on any core.
+# For vLLM on a CPU: the KV cache in GB, and threads that may run on any core.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import torch
@@ -30,24 +30,26 @@ CUDA = torch.cuda.is_available()
 
 
 class TimedTrainer(GRPOTrainer):
-    """Knows the seconds of its last rollout, prompts to texts, and of its last sync."""
+    """Measures the seconds of its last rollout (prompts to texts) and last sync."""
 
     rollout_seconds = 0.0
-    sync_seconds = 0.0  # stays 0 where transformers generates: it has no copy
+    sync_seconds = (
+        0.0  # stays 0 with transformers, which generates with the policy itself
+    )
 
     def _generate(self, prompts: list) -> Any:
         self.sync_seconds = 0.0
         start = time.perf_counter()
         generated = super()._generate(prompts)
-        # TRL syncs within it.
+        # TRL syncs within _generate.
         self.rollout_seconds = time.perf_counter() - start - self.sync_seconds
         return generated
 
     def timed_sync(self, dtype: torch.dtype) -> None:
-        """TRL's sync, but on a CPU that of rollout.Engine.
+        """Sync as TRL does, or on a CPU as rollout.Engine does.
 
-        TRL 1.16 calls load_weights of vLLM's model. On a CPU vLLM has packed the
-        weights of its layers by then, and dropped those that load_weights would fill.
+        TRL 1.16 calls load_weights of vLLM's model. On a CPU that has no effect: vLLM
+        has packed the weights of its layers and dropped those that load_weights fills.
         """
         start = time.perf_counter()
         if CUDA:
@@ -64,7 +66,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Printer(TrainerCallback):
-    """A line at the end of each step, when its logs are there."""
+    """Prints a line at the end of each step."""
 
     def __init__(self, trainer: TimedTrainer) -> None:
         self.trainer = trainer
@@ -79,14 +81,15 @@ class Printer(TrainerCallback):
             print(f"step {state.global_step} {line}", flush=True)
 
 
-def every_other_is_right(completions: list, **columns: Any) -> list[float]:
-    return [float(place % 2) for place in range(len(completions))]
+def reward_every_other(completions: list, **columns: Any) -> list[float]:
+    """Return made-up rewards: 0, 1, 0, 1, ..."""
+    return [float(number % 2) for number in range(len(completions))]
 
 
 def main(job: dict[str, Any]) -> None:
     model, dtype, use_vllm = job["model"], job["dtype"], job["generator"] == "vllm"
     if use_vllm:
-        # TRL leaves the dtype to vLLM, which would take bfloat16 for float32 weights.
+        # TRL does not set vLLM's dtype, which would be bfloat16 for float32 weights.
         vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
     context = AutoConfig.from_pretrained(model).max_position_embeddings
     chats = [
@@ -96,16 +99,16 @@ def main(job: dict[str, Any]) -> None:
         model=model,
         args=GRPOConfig(
             output_dir=job["folder"],
-            # In one forward pass. TRL never has all logits at once.
+            # All in one forward pass, in which TRL never holds all logits at once.
             per_device_train_batch_size=job["prompts_per_step"] * job["group_size"],
             num_generations=job["group_size"],
             max_completion_length=job["max_tokens"],
             max_steps=job["steps"],
             shuffle_dataset=False,
-            # As ours: its responses stay as long as they are.
+            # As in our run, so that responses keep their length.
             learning_rate=1e-9,
             use_cpu=not CUDA,
-            # Float32 weights, and products in bfloat16 if that is asked for, as ours.
+            # As in our run: weights in float32, matrix products in `dtype`.
             model_init_kwargs={"dtype": "float32"},
             bf16=dtype == "bfloat16",
             gradient_checkpointing=False,
@@ -117,7 +120,7 @@ def main(job: dict[str, Any]) -> None:
             report_to=[],
         ),
         train_dataset=Dataset.from_list(chats),
-        reward_funcs=every_other_is_right,
+        reward_funcs=reward_every_other,
     )
     trainer.add_callback(Printer(trainer))
     if use_vllm:
