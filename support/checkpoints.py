@@ -1,11 +1,11 @@
-"""A run's folder: checkpoints, from which a killed run goes on, and the last model.
+"""Keeps a run's folder: its configuration, its checkpoints and the last model.
 
-No random state is saved, for none matters: the order of the problems and the sampling
-noise are pure functions of (seed, step), and nothing else draws.
+A checkpoint is a folder. It holds the shards of weights and moments that
+torch.distributed.checkpoint writes and, for each rank, the step's metrics, the rollouts
+that no step has used yet, and the checksums of the files that the rank wrote.
 
-A checkpoint is a folder: the shards of weights and moments that
-torch.distributed.checkpoint writes, and of each rank the step's metrics and the
-rollouts that wait.
+No random state is saved because none is needed: the order of the problems and the
+sampling noise are pure functions of (seed, step), and nothing else is random.
 """
 
 import fcntl
@@ -13,12 +13,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import time
+import zlib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,70 +30,101 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from support.command import Flags, Refused, Stopped
-from support.config import MAY_DIFFER, Config
+from support.command import Flags, Refused, Stopped, one_line, script_name
+from support.config import ADJUSTABLE_FIELDS, NEUTRAL_FIELDS, Config
 from support.hub import COMMITS
+from support.log import ROW_FILES, append_row, read_rows
 from support.machine import bfloat16_is_slow
 
-SECONDS_UNSEEN = 60  # so long NFS may hide a new folder from another node
-KEPT = 2  # checkpoints of a run, the newest
+NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
+CHECKPOINTS_OF_A_RUN = 2  # the newest; older ones are deleted
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """The complete checkpoints of a run, the newest last."""
-    return sorted((out / "checkpoints").glob("step-??????"))
+    """Return the complete checkpoints of a run, the newest last."""
+    folders = (out / "checkpoints").glob("step-*")
+    complete = [path for path in folders if re.fullmatch(r"step-\d{6,}", path.name)]
+    return sorted(complete, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which it was written."""
+    """Return the step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def last_step(out: Path) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    return max(map(step_of, checkpoints(out)), default=0)
+
+
 def check_out_dir(cfg: Config) -> None:
-    """Raises Refused where out_dir is taken, or --resume cannot go on there."""
+    """Raise Refused if out_dir is taken, or if --resume cannot continue the run in it.
+
+    Without a checkpoint --resume starts the run, so that one command serves the first
+    start and all later ones. It starts again a run that was killed before its first
+    checkpoint, but overwrites nothing of a run with another configuration.
+    """
     if not cfg.resume:
         return check_free(cfg.out_dir)
+    if not cfg.out_dir:
+        raise Refused("--resume: give the folder of the run as --out_dir")
     out = Path(cfg.out_dir)
-    if not cfg.out_dir or not checkpoints(out):
+    done = last_step(out)
+    if not done and (out / "model").exists():
         raise Refused(
-            f"--resume: out_dir {cfg.out_dir!r} has no complete checkpoint: remove the "
-            "folder or choose another, and begin without --resume"
+            f"--resume: the run in out_dir {out} has ended, and has no checkpoint to "
+            "continue from: choose another folder"
         )
-    stored = json.loads((out / "config.json").read_text())
-    COMMITS.update(stored.get("commits", {}))  # to read the same data and model again
-    done = step_of(checkpoints(out)[-1])
+    # A kill in the first moment leaves an empty config.json.
+    files = [out / name for name in ("config.json", *ROW_FILES)]
+    if not done and not any(file.exists() and file.stat().st_size for file in files):
+        return
     if cfg.steps < done:
-        raise Refused(f"--resume: {out} has made {done} steps; steps is {cfg.steps}")
-    for name, value in config_of(cfg).items():
-        may_differ = name in MAY_DIFFER or (name == "steps" and cfg.lag == 0)
-        if stored.get(name) != value and not may_differ:
+        raise Refused(
+            f"--resume: {out} has done {done} steps, but steps is {cfg.steps}"
+        )
+    for name, (old, new) in changed_fields(cfg, out).items():
+        allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
+        # With a lag, a run of more steps would have sampled more batches by now. This
+        # makes no difference to a run that takes no further step.
+        if name == "steps" and (cfg.lag == 0 or cfg.steps == done):
+            continue
+        if name not in allowed:
             raise Refused(
-                f"--resume: {name} was {stored.get(name)!r} in {out} and is {value!r}; "
-                "go on with what it was"
+                f"--resume: {name} was {old!r} in {out} and is {new!r}; keep the old "
+                "value, or choose another out_dir"
             )
+    if done:
+        for name in ROW_FILES:
+            read_rows(out / name, done)
 
 
 def check_free(out_dir: str) -> None:
-    """Raises Refused where there is more than a start that failed early leaves.
+    """Raise Refused if out_dir holds more than a run that failed at its start leaves.
 
-    That is an empty folder, or a run's config.json alone.
+    This is an empty folder, or the config.json of a run and nothing else.
     """
     try:
         names = os.listdir(out_dir)
     except OSError:
-        return  # take_folder makes it, or says why it cannot.
-    if names == ["config.json"] and b'"ranks"' in Path(out_dir, *names).read_bytes():
-        return
+        return  # take_folder creates it, or says why it cannot be created.
+    if names == ["config.json"]:
+        content = Path(out_dir, *names).read_bytes()
+        if not content or b'"ranks"' in content:
+            return
     if names:
         raise Refused(
-            f"out_dir {out_dir} exists: choose another, or --resume (train.py)"
+            f"out_dir {out_dir} exists: choose another, or --resume a run of train.py"
         )
 
 
 def config_of(cfg: Flags) -> dict[str, Any]:
-    """What config.json holds: the fields of a configuration, the number of ranks, the
-    commits that were read from the hub, and the variables of vLLM, torch and OpenMP,
-    which may change a run."""
+    """Return the content of config.json.
+
+    It has the fields of a configuration, the number of ranks, the commits that were
+    read from the hub, and the environment variables of vLLM, torch and OpenMP, which
+    may change a run.
+    """
     libraries = "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
     return {
         **cfg.model_dump(),
@@ -103,27 +138,57 @@ def config_of(cfg: Flags) -> dict[str, Any]:
     }
 
 
-def make_out_dir(cfg: Config) -> Path:
-    """Make the run's folder with config.json, unless --resume has it. A collective.
+def changed_fields(cfg: Config, out: Path) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that differ from the run's config.json, as (old, new) values.
 
-    Raises Refused, on all ranks, where a node does not see it.
+    From here on the hub is read at the commits that the run has read. Raises Refused if
+    config.json cannot be read.
     """
-    # The folder's name has rank 0's time.
-    named = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
-    dist.broadcast_object_list(named)
-    cfg.out_dir = named[0]
+    path = out / "config.json"
+    try:
+        stored = json.loads(path.read_text())
+        COMMITS.update(stored["commits"])
+        return {
+            name: (stored.get(name), value)
+            for name, value in config_of(cfg).items()
+            if stored.get(name) != value
+        }
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise Refused(
+            f"--resume: {path} cannot be read: {one_line(error)}; restore it, or take "
+            "that of a new run with the same flags"
+        ) from None
+
+
+def make_out_dir(cfg: Config) -> Path:
+    """Create the run's folder and say what starts or continues there. A collective.
+
+    Raises Refused, on all ranks, if a node does not see the folder.
+    """
+    # Rank 0 chooses the name, because it contains the time.
+    names = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
+    dist.broadcast_object_list(names)
+    cfg.out_dir = names[0]
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0:
         take_folder(out, cfg)
+        signal.signal(signal.SIGTERM, partial(end_by_sigterm, out))
         is_slow = "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and bfloat16_is_slow()
         note = " (bfloat16 is slow on this CPU)" if is_slow else ""
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
+        if done := last_step(out):
+            changed = changed_fields(cfg, out)
+            append_row(out / "resumes.jsonl", {"step": done, "changed": changed})
+            print(f"{out}: continues after step {done}")
+            for name in ADJUSTABLE_FIELDS & set(changed):
+                print("{} was {} and is now {}".format(name, *changed[name]))
         print(
-            "e_B is 1 where the policy is what sampled, and falls the further they are "
-            "apart; KL: nats a token; tokens: of a response"
+            "e_B is 1 if the policy is what sampled, and falls the further the two are "
+            "apart; KL is in nats per token; tokens is the mean length of a response",
+            flush=True,
         )
     dist.barrier()
-    for _ in range(SECONDS_UNSEEN):
+    for _ in range(NFS_SECONDS):
         if out.exists():
             break
         time.sleep(1)
@@ -138,9 +203,10 @@ def make_out_dir(cfg: Config) -> Path:
 
 
 def take_folder(out: Path, cfg: Flags) -> None:
-    """Make an out_dir with its config.json, and lock it until this process ends.
+    """Create out_dir with its config.json, and lock it until this process ends.
 
-    Raises Refused where that cannot be, or where another run has the lock.
+    A run with checkpoints keeps its config.json. Raises Refused if the folder cannot be
+    created or another run holds the lock.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -150,13 +216,28 @@ def take_folder(out: Path, cfg: Flags) -> None:
         except BlockingIOError:
             raise Refused(f"out_dir {out}: another run is at work there") from None
         except OSError:
-            pass  # Some file systems know no locks.
-        if not checkpoints(out):  # --resume keeps it.
-            # The lock would end with another file that is closed.
+            pass  # Some file systems have no locks.
+        if not checkpoints(out):
+            for name in ROW_FILES:
+                (out / name).unlink(missing_ok=True)
+            # Opening the file a second time would end the lock when that is closed.
             os.truncate(file, 0)
             os.write(file, json.dumps(config_of(cfg), indent=1).encode())
     except OSError as error:
         raise Refused(f"out_dir {out} cannot be made: {error.strerror}") from None
+
+
+def end_by_sigterm(out: Path, *_: Any) -> None:
+    """Say how to continue the run and end this process: the handler of SIGTERM.
+
+    Schedulers send SIGTERM some seconds before they kill a job.
+    """
+    sentence = (
+        f"{script_name()}: ended by SIGTERM; the same command with --resume --out_dir "
+        f"{out} continues after step {last_step(out)}\n"
+    )
+    os.write(2, sentence.encode())  # A handler may have interrupted a print.
+    os._exit(128 + signal.SIGTERM)
 
 
 def save_checkpoint(
@@ -167,35 +248,37 @@ def save_checkpoint(
     queue: Iterable[Any],
     metrics: dict[str, Any],
 ) -> None:
-    """Write checkpoints/step-N, then delete all but the newest KEPT: a collective.
+    """Write checkpoints/step-N, then delete all but the newest ones. A collective.
 
-    `queue` are this rank's rollout.Rollouts that no step has used yet, and `metrics`
-    are the step's, which is logged only after this. A folder has its name only when it
-    is complete, as a run may be killed at any moment. Raises Stopped where it cannot be
-    written, as on a full disk.
+    `queue` holds this rank's rollout.Rollouts that no step has used yet, and `metrics`
+    are those of the step, which is logged only after this. A run may be killed at any
+    moment, so a folder gets its name only when it is complete. Raises Stopped if it
+    cannot be written, as on a full disk.
     """
     rank = dist.get_rank()
     unfinished = out / "checkpoints" / "unfinished"
     if rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
     weights, moments = get_state_dict(policy, optimizer)
-    of_rank = {"metrics": metrics, "queue": [vars(batch) for batch in queue]}
+    state = {"metrics": metrics, "queue": [vars(batch) for batch in queue]}
     try:
         dist.barrier()
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished)
-        torch.save(of_rank, unfinished / f"rank-{rank}.pt")
+        torch.save(state, unfinished / f"rank-{rank}.pt")
+        sums = json.dumps(checksums(unfinished))
+        (unfinished / f"checksums-{rank}.json").write_text(sums)
         dist.barrier()
         if rank == 0:
-            unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
-            for old in checkpoints(out)[:-KEPT]:
-                # A folder that is only half deleted has no name of a checkpoint.
+            publish(unfinished, unfinished.with_name(f"step-{step:06d}"))
+            for old in checkpoints(out)[:-CHECKPOINTS_OF_A_RUN]:
+                # Renamed first, so that a half-deleted folder is not a checkpoint.
                 shutil.rmtree(old.rename(unfinished))
     except (CheckpointException, OSError, RuntimeError) as error:
-        free = shutil.disk_usage(out).free / 2**30  # torch does not say: a full disk.
+        free = shutil.disk_usage(out).free / 2**30  # torch does not name a full disk.
         raise Stopped(
             f"step {step}: the checkpoint cannot be written to {unfinished}, where "
-            f"{free:.2g} GB are free: {last_line(error)}; {len(checkpoints(out))} are "
-            "there that --resume can go on from"
+            f"{free:.2g} GB are free: {last_line(error)}; --resume can continue from "
+            f"{len(checkpoints(out))} earlier ones"
         ) from error
 
 
@@ -204,21 +287,29 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     """Restore policy and optimizer in place, from the newest complete checkpoint.
 
-    Returns its step, the metrics of that step, and the fields of the rollouts that
-    wait: a run resumed at lag 4 goes on with the batches that it had sampled ahead, and
-    samples none of them again. Log drops the metrics of later steps. A collective.
-    Raises Refused where it cannot be read.
+    Returns its step, the metrics of that step, and the fields of the rollouts that no
+    step has used: a run resumed at lag 4 continues with the batches that it had sampled
+    ahead. Without a checkpoint these are step 0, its metrics, and no rollouts. Raises
+    Refused if the checkpoint cannot be read or was changed. A collective.
     """
-    newest = checkpoints(out)[-1]
+    newest: list = checkpoints(out)[-1:] or [None]
+    dist.broadcast_object_list(newest)
+    [checkpoint] = newest
+    if checkpoint is None:
+        return 0, {"step": 0}, []
+    rank = dist.get_rank()
     weights, moments = get_state_dict(policy, optimizer)
     state = {"policy": weights, "optimizer": moments}
     try:
-        dcp.load(state, checkpoint_id=newest)
-        of_rank = torch.load(newest / f"rank-{dist.get_rank()}.pt", weights_only=True)
-    except (CheckpointException, Exception) as error:  # torch has many kinds of them
+        written = json.loads((checkpoint / f"checksums-{rank}.json").read_text())
+        if changed := dict(written.items() - checksums(checkpoint).items()):
+            raise OSError(f"{min(changed)} is not as it was written")
+        dcp.load(state, checkpoint_id=checkpoint)
+        own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
+    except (CheckpointException, Exception) as error:  # torch raises many types.
         raise Refused(
-            f"--resume: {newest} cannot be read: {last_line(error)}; remove "
-            "it to go on from the one before"
+            f"--resume: {checkpoint} cannot be read: {last_line(error)}; remove it to "
+            "continue from the one before"
         ) from error
     set_state_dict(
         policy,
@@ -226,11 +317,35 @@ def load_checkpoint(
         model_state_dict=state["policy"],
         optim_state_dict=state["optimizer"],
     )
-    return step_of(newest), of_rank["metrics"], of_rank["queue"]
+    return step_of(checkpoint), own["metrics"], own["queue"]
+
+
+def checksums(checkpoint: Path) -> dict[str, int]:
+    """Return the CRC-32 of each file of a checkpoint that this rank writes.
+
+    torch.distributed.checkpoint notices neither a flipped bit nor a shard of another
+    checkpoint.
+    """
+    rank = dist.get_rank()
+    own = rf"__{rank}_.*|rank-{rank}\.pt" + ("" if rank else r"|\.metadata")
+    return {
+        path.name: zlib.crc32(np.memmap(path, mode="r"))
+        for path in checkpoint.iterdir()
+        if re.fullmatch(own, path.name)
+    }
+
+
+def publish(unfinished: Path, folder: Path) -> None:
+    """Give a folder that is completely written its name, in place of an older one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
 
 
 def last_line(error: BaseException) -> str:
-    """What went wrong. A CheckpointException has the ranks' tracebacks above it."""
+    """Return the reason of an error.
+
+    A CheckpointException has the tracebacks of the ranks in the lines before.
+    """
     return (str(error).strip() or repr(error)).splitlines()[-1]
 
 
@@ -273,7 +388,6 @@ def save_model(
         model.config.dtype = dtype  # It has written that of the master weights.
         model.config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that had fewer steps
-        unfinished.rename(folder)
+        publish(unfinished, folder)  # It may replace that of a run of fewer steps.
     except Exception as error:  # safetensors has errors of its own
         raise Stopped(f"the model cannot be written to {folder}: {error}") from error

@@ -1,9 +1,9 @@
-"""What stands between a command line and main(): flags, recipes, errors in a sentence.
+"""Reads a script's flags and recipes, and reports its errors in one sentence.
 
 A configuration is a class of fields, each with its type, limits, default and a sentence
-for --help. pydantic-settings makes every field a flag of the same name. A YAML file,
-given by --config, may set the same fields: a later one overrides an earlier one, and a
-flag all of them.
+for --help. pydantic-settings makes every field a flag of the same name. YAML files
+given with --config may set the same fields; a later file overrides an earlier one, and
+a flag overrides them all.
 """
 
 import argparse
@@ -12,36 +12,38 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+# Read when torch is imported: show no warnings of its C++ code.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveAmount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# vLLM refuses a temperature over 2, and raises one below 0.01 to that.
+# vLLM refuses a temperature above 2, and raises one below 0.01 to 0.01.
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-Dtype = Literal["auto", "float32", "bfloat16"]
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
-# A number where it can be one.
 Number = Annotated[float, Field(allow_inf_nan=False)]
+# A number if the text is one, else the text.
 NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):
-    """What the user gave cannot be used, for the reason that it says in a sentence."""
+    """The user's input cannot be used; the message says why, in one sentence."""
 
 
 class Stopped(Exception):
-    """A run cannot go on, for the reason that it says in one sentence."""
+    """The run cannot continue; the message says why, in one sentence."""
 
 
 class Flags(BaseSettings):
-    """The base of a configuration: the text below a field says what it is."""
+    """The base of a configuration. The text below a field describes it in --help."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -54,7 +56,7 @@ class Flags(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: Any, **others: Any
     ) -> tuple[Any, ...]:
-        """Flags and the recipe, and no variables of the environment."""
+        """Read flags and recipes only: no environment variable sets a field."""
         return (init_settings,)
 
 
@@ -62,9 +64,9 @@ Kind = TypeVar("Kind", bound=Flags)
 
 
 def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
-    """The configuration that a command line asks for (sys.argv by default).
+    """Return the configuration that a command line asks for (default: sys.argv).
 
-    Raises Refused on an unknown flag or key, or a value that its field does not take.
+    Raises Refused if a flag or key is unknown or a field does not accept its value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
@@ -77,56 +79,75 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
     except ValidationError as error:
         complaint = error.errors()[0]
         name = ".".join(str(part) for part in complaint["loc"])
-        of_field = f"{name} is {complaint['input']!r}: " if name else ""
+        value = f"{name} is {complaint['input']!r}: " if name else ""
         reason = complaint["msg"].removeprefix("Value error, ")
-        raise Refused(f"{of_field}{reason}") from None
+        raise Refused(f"{value}{reason}") from None
     except SettingsError as error:
         raise Refused(f"{error} (--help lists the flags)") from None
 
 
+def refuse_wrong_flags(kind: type[Flags]) -> None:
+    """Print --help or refuse a wrong command line, and in either case end the process.
+
+    For the top of a script whose imports take seconds.
+    """
+    try:
+        parse_flags(kind)
+    except Refused as error:
+        sys.exit(f"{script_name()}: {error}")
+
+
 def read_recipe(path: str) -> dict[str, Any]:
-    """The fields that a YAML file sets, or a run's config.json. Else raises Refused."""
+    """Return the fields that a YAML file or a run's config.json sets.
+
+    Raises Refused if the file cannot be read.
+    """
     try:
         text = Path(path).read_text()
         fields = yaml.safe_load(text)
         if not isinstance(fields, dict):
-            raise ValueError("write `name: value`, one a line")
+            raise ValueError("write `name: value`, one per line")
         if len(yaml.compose(text).value) > len(fields):
             raise ValueError("a name is there twice")
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise Refused(
-            f"--config {path} is no YAML file of fields: {one_line(error)}"
+            f"--config {path} is not a YAML file of fields: {one_line(error)}"
         ) from None
     if "ranks" in fields:
-        # A run's config.json is repeated, in a folder of its own.
+        # It is the config.json of a run, which is repeated in a folder of its own.
         for name in ("environment", "commits", "ranks", "out_dir"):
             fields.pop(name, None)
     return {str(name): value for name, value in fields.items()}
 
 
 def one_line(error: Exception) -> str:
-    """An error's message without its line breaks, and its kind where it is a word."""
+    """Return an error's message on one line, with its type if it is a single word."""
     text = " ".join(str(error).split())
     return text if " " in text else repr(error)
 
 
-def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main. What ends it early is said, in one sentence if it can be.
-
-    The process then leaves at once. An engine that ended with the interpreter would
-    wait for the other ranks, which wait for this one after an error: torchrun ends
-    them. CUDA's memory pools may also abort at the interpreter's end.
-    """
+def script_name() -> str:
+    """Return the name of the running script, with the rank if that is not 0."""
     rank = os.environ.get("RANK", "0")
-    script = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
+    return Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's main. If it fails, print the reason: one sentence if expected.
+
+    The process then ends at once. If an engine were left to the interpreter's exit, it
+    would wait for the other ranks, which after an error wait for this one until
+    torchrun ends them. CUDA's memory pools may also abort at the interpreter's exit.
+    """
+    sys.stdout.reconfigure(line_buffering=True)  # if it is a file, too
     status = 0
     try:
         main()
     except (Refused, Stopped, FloatingPointError, OSError) as error:
-        print(f"{script}: {error}", file=sys.stderr)
+        print(f"{script_name()}: {error}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
-        print(f"{script}: interrupted", file=sys.stderr)
+        print(f"{script_name()}: interrupted", file=sys.stderr)
         status = 130
     except Exception:
         traceback.print_exc()

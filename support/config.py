@@ -1,7 +1,8 @@
-"""The configuration of a training run: its fields, and what does not go together.
+"""The fields of a training run and of an evaluation, and the rules between them.
 
-Every field is a flag of train.py and a key of --config FILE.yaml. `python train.py
---help` prints them with these sentences.
+Every field is a flag of train.py or eval.py and a key of --config FILE.yaml. The text
+below a field is its sentence in --help. Importing this file does not import torch, so
+that --help and the refusal of a wrong flag take no time.
 """
 
 import os
@@ -12,7 +13,6 @@ from pydantic import Field, model_validator
 from support.command import (
     Amount,
     Count,
-    Dtype,
     Flags,
     Folder,
     NumberOrText,
@@ -21,71 +21,93 @@ from support.command import (
     Probability,
     Temperature,
 )
-from support.machine import default_dtype, default_rollout_dtype
 
-# Fields that a resumed run may change, as they do not change what it learns. With a lag
-# `steps` does: a run samples nothing that its last step will not use.
-MAY_DIFFER = {
+# Fields that a resumed run may change because they do not affect what it learns. (The
+# number of `steps` does with a lag: no batch is sampled for a step after the last.)
+NEUTRAL_FIELDS = {
     *("out_dir", "eval_every", "save_every", "resume", "verbose"),
     *("environment", "commits"),
-    # These set the memory, of which a run may have had too little. They change nothing
-    # but rounding.
+    # These set how much memory a run takes. Their only effect on results is rounding.
     *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),
     *("kv_cache_gb", "max_num_seqs"),
 }
+# Fields that may be changed from a checkpoint on, to save a run that diverges.
+ADJUSTABLE_FIELDS = {"learning_rate", "warmup_updates"}
+
+EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class Config(Flags):
-    """A run. Rounding makes its data off-policy, and so do these fields: temperature
-    (another than policy_temperature), top_p, top_k, rollout_quantization, lag, passes
-    and minibatches. --config FILE.yaml sets any field."""
+class SharedConfig(Flags):
+    """The fields that a training run and an evaluation have in common."""
 
     model: str = "tiny"
-    """the initial policy: a model folder or a hub name"""
-    task: str = "tiny"
-    """a name of support/tasks.py, a JSONL file or folder, or a hub dataset"""
+    """a model folder, the out_dir of a run, or a hub name"""
+    verifier: str = ""
+    """replace the task's verifier: exact, gsm8k, math, or module:name, a function of
+    yours"""
     out_dir: Folder = ""
-    """where the run writes; by default runs/ and the time"""
+    """the folder to write to; by default a new one in runs/, named after the time"""
+    max_response_tokens: PositiveCount = 64
+    """truncate responses after this many tokens; 64 suits only the task tiny"""
+    top_p: Probability = 1.0
+    """sample from the most likely tokens that together have this probability; below 1
+    the KL of a training run changes: see loss.restrict_to_kept_tokens"""
+    seed: Count = 0
+    """determines the sampling noise and, in training, the order of the problems"""
+    rollout_tp: PositiveCount = 1
+    """how many ranks of a node share an engine (tensor parallelism)"""
+    kv_cache_gb: PositiveAmount = 0.25
+    """size of an engine's KV cache on each rank, in GB of 2^30 bytes"""
+    max_num_seqs: PositiveCount = 256
+    """how many responses an engine decodes at the same time"""
+    verbose: bool = False
+    """show the messages of vLLM and torch"""
+
+
+class Config(SharedConfig):
+    """Train a policy with P3O or another objective. The rollouts are off-policy through
+    rounding and through any of these fields: temperature (if it differs from
+    policy_temperature), top_p, top_k, rollout_dtype, rollout_quantization, lag, passes
+    and minibatches. --config FILE.yaml sets any field."""
+
+    task: str = "tiny"
+    """a task named in support/tasks.py, a JSONL file or folder, or a hub dataset"""
 
     # The objective
     objective: str = "p3o"
-    """p3o, reinforce, grpo, or module:name, as tools.objectives:dapo"""
+    """p3o, reinforce, grpo, or module:name, such as tools.objectives:dapo"""
     objective_args: dict[str, NumberOrText] = {}
-    """a hyper-parameter of it, name=value; may be given several times"""
+    """a hyper-parameter of the objective, name=value; may be given several times"""
     scale_advantage: bool = True
-    """divide the advantage by its group's standard deviation"""
+    """divide the advantage by the standard deviation of its group"""
 
     # A step learns from a rollout batch of prompts_per_step x group_size responses. It
     # makes passes x minibatches optimizer steps on it. The batch B of (11) and (12) is
     # that of one optimizer step: a minibatch.
     steps: PositiveCount = 60
-    """rollout batches to learn from"""
+    """how many rollout batches to learn from"""
     prompts_per_step: PositiveCount = 32
-    """prompts of a rollout batch; a multiple of ranks x minibatches"""
+    """prompts in a rollout batch; a multiple of ranks x minibatches"""
     group_size: Annotated[int, Field(ge=2)] = 8
-    """G, the responses to a prompt"""
+    """G, the number of responses to a prompt"""
     passes: PositiveCount = 1
     """how many times to learn from each rollout batch"""
     minibatches: PositiveCount = 2
-    """optimizer steps of a pass; the batch B of each is a minibatch"""
+    """optimizer steps in a pass; the batch B of each is one minibatch"""
 
     # The rollouts
     temperature: Temperature = 1.0
     """sampling temperature of the rollouts"""
-    top_p: Probability = 1.0
-    """nucleus of the rollouts; below 1 the KL changes: loss.restrict_to_kept_tokens"""
     top_k: Count = 0
-    """sample among the k likeliest tokens only; 0: all. The KL changes as with top_p"""
+    """sample from the k most likely tokens, with the KL as for top_p; 0: from all"""
     top_logprobs: PositiveCount = 20
-    """K: the KL is over the K likeliest tokens of pi_b and one bucket of all others"""
+    """K: the KL is over the K most likely tokens of pi_b and a bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
     """how the engine's linear layers compute while it samples rollouts"""
     lag: Count = 0
     """steps between the sampling of a batch and its use; fewer for the first batches"""
     max_prompt_tokens: Count = 0
-    """drop longer prompts; 0: every prompt has to fit"""
-    max_response_tokens: PositiveCount = 64
-    """truncate longer responses"""
+    """drop longer prompts; 0: refuse a prompt that does not fit"""
 
     # The update
     policy_temperature: Temperature = 1.0
@@ -100,39 +122,32 @@ class Config(Flags):
     """clip the gradient to this norm"""
 
     # The machine
-    dtype: Dtype = "auto"
-    """the trainer computes in it; auto: bfloat16 on CUDA, else float32"""
-    rollout_dtype: Dtype = "auto"
-    """the engine computes in it; auto: bfloat16 where that is fast, else float32"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """the dtype in which the trainer computes; auto: bfloat16 on a GPU that has it
+    (compute capability 8.0), else float32"""
+    rollout_dtype: EngineDtype = "auto"
+    """the dtype in which the engine computes; auto: bfloat16 if the machine is fast at
+    it, else float16 on a GPU and float32 on a CPU; float16 is closer to float32, but
+    weights and activations above 65504 overflow"""
     micro_batch_tokens: PositiveCount = 16384
-    """tokens of a forward pass, padding included: sets the memory, not the result; on a
-    CPU fewer, where their activations would take over 2 GB"""
+    """tokens in a forward pass, including padding: sets the memory, not the result; on
+    a CPU it is lowered if their activations would take over 2 GB"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
-    rollout_tp: PositiveCount = 1
-    """ranks of a node that share an engine (tensor parallelism)"""
-    kv_cache_gb: PositiveAmount = 0.25
-    """an engine's KV cache on each rank, in GB of 2^30 bytes"""
-    max_num_seqs: PositiveCount = 256
-    """responses that an engine decodes at the same time"""
 
-    # What is measured and kept
+    # What is measured and saved
     eval_every: Count = 10
-    """evaluate every so many steps; 0: only before and after training"""
+    """evaluate after every so many steps; 0: only before and after training"""
     eval_problems: Count = 512
     """how many held-out problems to evaluate on; 0: all"""
     save_every: Count = 0
-    """write a checkpoint every so many steps and after the last; 0: none"""
+    """write a checkpoint after every so many steps and after the last; 0: none"""
     resume: bool = False
-    """go on from the newest checkpoint of out_dir"""
-    seed: Count = 0
-    """decides the order of the problems and the noise of the rollouts"""
-    verbose: bool = False
-    """show the messages of vLLM and torch"""
+    """continue from the newest checkpoint in out_dir; without one, start from step 1"""
 
     @model_validator(mode="after")
     def check_and_settle(self) -> Self:
-        """Refuse what does not go together, and settle "auto" for this machine."""
+        """Refuse fields that contradict each other; replace "auto" for this machine."""
         world = int(os.environ.get("WORLD_SIZE", 1))
         if self.prompts_per_step % (world * self.minibatches):
             raise ValueError(
@@ -140,10 +155,50 @@ class Config(Flags):
                 f"{world * self.minibatches}, so that each of the {world} ranks has "
                 f"equally many prompts in each of the {self.minibatches} minibatches"
             )
-        if self.rollout_quantization != "none" and self.rollout_dtype == "float32":
-            raise ValueError("rollout_dtype is float32: fp8 rollouts need bfloat16")
+        is_fp8 = self.rollout_quantization != "none"
+        if is_fp8 and self.rollout_dtype in ("float32", "float16"):
+            raise ValueError(
+                f"rollout_dtype is {self.rollout_dtype}: fp8 rollouts need bfloat16"
+            )
+        # Imported here, because it imports torch, which takes seconds.
+        from support.machine import default_dtype, default_rollout_dtype
+
         if self.dtype == "auto":
-            self.dtype = default_dtype()
+            self.dtype = default_dtype("float32")
         if self.rollout_dtype == "auto":
             self.rollout_dtype = default_rollout_dtype(self.rollout_quantization)
+        return self
+
+
+class EvalConfig(SharedConfig):
+    """Evaluate a model: pass@k on one or several tasks. --config FILE.yaml sets any
+    field."""
+
+    task: list[str] = ["tiny"]
+    """one or several tasks, each as train.py takes it: gsm8k,math"""
+    split: Literal["train", "heldout"] = "heldout"
+    """which problems of each task"""
+    samples: PositiveCount = 1
+    """n, the number of responses to a problem"""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """sampling temperature; 0: greedy; vLLM raises values below 0.01 to 0.01"""
+    limit: Count = 0
+    """how many problems of each task, from the first on; 0: all"""
+    drop_long: bool = False
+    """leave out prompts that leave no room for a response"""
+    dtype: EngineDtype = "auto"
+    """the dtype in which the engine computes; auto: float32 on a CPU, and on a GPU
+    bfloat16 or, if it has none, float16"""
+
+    @model_validator(mode="after")
+    def check_and_settle(self) -> Self:
+        """Refuse fields that contradict each other; replace "auto" for this machine."""
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples is {self.samples}: greedy samples are all the same"
+            )
+        if self.dtype == "auto":
+            from support.machine import default_dtype  # see Config
+
+            self.dtype = default_dtype("float16")
         return self

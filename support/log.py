@@ -1,44 +1,55 @@
-"""What a run tells: a line of metrics a step, and at its end a table and a figure.
+"""Writes what a run does: a line of metrics per step, and a table and a figure at its
+end.
 
-Rank 0 writes metrics.jsonl. Of the step's rollout batch, over all ranks, it has:
+Rank 0 writes metrics.jsonl. These metrics describe the step's rollout batch, over all
+ranks:
 
-    weight_version       the step after which the weights that sampled it were synced
+    weight_version       the weights that sampled the batch: those after this step
     reward               mean reward
     groups_with_signal   share of the groups whose rewards are not all equal
-    response_tokens      mean length, with the end of sequence
+    response_tokens      mean length, including the end of sequence
     truncated            share of the responses that max_response_tokens cut
-    entropy              of pi_b, from its samples: mean of -log pi_b, nats a token
+    unmarked             share of the responses without the \\boxed{} or #### in which
+                         the task's verifier looks for an answer; 0 if it looks for none
+    entropy              entropy of pi_b in nats per token, estimated from its samples:
+                         the mean of -log pi_b
 
-Of the step's updates it has means. Each update's value is over its whole batch B:
+These are means over the updates of the step. Each update's value is over its whole
+batch B:
 
-    loss                 the objective's mean over the tokens of B
+    loss                 mean of the objective over the tokens of B
     ess                  e_B (11)
-    mismatch_kl          KL(pi_theta || pi_b), nats per token
+    mismatch_kl          KL(pi_theta || pi_b) in nats per token
     ratio                mean of rho
-    above_ess            share of the tokens with rho > e_B, which P3O caps: 0.1 to 0.9
-                         of a fresh batch, by next to nothing
-    grad_norm            before clipping
+    above_ess            share of the tokens with rho > e_B, whose weight P3O caps. In a
+                         fresh batch it can be anything from 0.1 to 0.9, because e_B and
+                         all ratios are about 1; the cap then changes almost nothing.
+    grad_norm            norm of the gradient before clipping
 
-Of a single update it has:
+These come from a single update:
 
-    ess_min              e_B of the update where it is smallest
-    logprob_abs_diff     mean |log pi_theta - log pi_b| before the first update
+    ess_min              the lowest e_B of the step's updates
+    logprob_abs_diff     mean |log pi_theta - log pi_b|, in nats per token, before the
+                         step's first update
 
-Of rank 0 alone it has rollout_seconds, reward_seconds, update_seconds, sync_seconds and
-peak_memory_gb. With lag the first step samples several batches, and the last
-steps none. Where the policy was evaluated it has heldout_pass@1 (sampled at
-policy_temperature) and heldout_greedy: of the policy, never of an fp8 copy of it.
+rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb are
+those of rank 0. With a lag, the first step samples several batches and the last steps
+sample none. If the policy was evaluated, the line also has heldout_pass@1 (sampled at
+policy_temperature) and heldout_greedy. Both evaluate the policy, never an fp8 copy.
 
-The seconds of a printed line are of the whole step, with its checks, its checkpoint and
-its evaluation. The time left is that of the remaining steps at their mean.
+The seconds in a printed line are those of the whole step, including its checks, its
+checkpoint and its evaluation. The time left assumes that the remaining steps take as
+long as the mean step so far.
 """
 
 import json
+import os
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +57,15 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from support.command import Stopped
+from answers.extraction import final_answer, without_thoughts
+from support.command import Refused, Stopped
 
 PHASES = ("rollout", "reward", "update", "sync")
+ROW_FILES = ("metrics.jsonl", "samples.jsonl")
 
 
 class Log:
-    """Collects the seconds of the phases of a step, then writes what the step did."""
+    """Collects the seconds of the phases of a step, then writes the step's metrics."""
 
     def __init__(
         self,
@@ -61,18 +74,24 @@ class Log:
         group_size: int,
         steps: int,
         done: int,
+        dataset: Any = None,
     ) -> None:
-        """Lines of `done` steps stay; what a killed run wrote of later ones goes."""
+        """Continue the files of a run that has done `done` steps of `steps`.
+
+        Rows that a killed run wrote for later steps are deleted. `dataset` is the
+        support.tasks.Dataset that is trained on; it is needed for metrics_of.
+        """
         self.out = out
         self.tokenizer = tokenizer
         self.group_size = group_size
         self.steps = steps
         self.done = done
+        self.dataset = dataset
         self.seconds: dict[str, float] = defaultdict(float)
         self.start = self.start_of_steps = self.start_of_step = time.perf_counter()
         if done > 0 and dist.get_rank() == 0:
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                keep_steps(out / name, done)
+            for name in ROW_FILES:
+                rewind(out / name, done)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,21 +101,24 @@ class Log:
         self.seconds[name] += time.perf_counter() - start
 
     def metrics_of(self, step: int, rollouts: Any) -> dict[str, Any]:
-        """The metrics of a step's batch, and what the step took: seconds and memory.
+        """Return the metrics of a step's batch, and the seconds and memory it took.
 
-        `rollouts` is a rollout.Rollouts, from which rank 0 keeps samples. A collective.
+        `rollouts` is a rollout.Rollouts, from which rank 0 saves samples. A collective.
         """
+        unmarked = [is_unmarked(self.dataset, text) for text in rollouts.text]
         per_response = torch.stack(
             [
                 rollouts.reward,
                 rollouts.mask.sum(dim=1).float(),
                 rollouts.truncated.float(),
+                torch.tensor(unmarked).float(),
                 rollouts.logp_behavior.sum(dim=1),
             ]
         )
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, per_response)
-        reward, length, truncated, logp = torch.cat(gathered, dim=1)  # [N] of all ranks
+        # [N] of all ranks
+        reward, length, truncated, unmarked, logp = torch.cat(gathered, dim=1)
         groups = reward.view(-1, self.group_size)  # [P, G]
         has_signal = groups.amax(dim=1) > groups.amin(dim=1)
         metrics = {
@@ -106,6 +128,7 @@ class Log:
             "groups_with_signal": has_signal.float().mean().item(),
             "response_tokens": length.mean().item(),
             "truncated": truncated.mean().item(),
+            "unmarked": unmarked.mean().item(),
             "entropy": -logp.sum().item() / length.sum().item(),
         }
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
@@ -116,39 +139,43 @@ class Log:
         return metrics
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Add a step's line to metrics.jsonl, by rank 0, and print its main numbers."""
+        """Add a step's line to metrics.jsonl, on rank 0, and print its main numbers."""
         if dist.get_rank() > 0:
             return
         step, now = metrics["step"], time.perf_counter()
         path = self.out / "metrics.jsonl"
         if 0 < step == self.done:
-            # Of a resumed run: the line may be there, or the run was killed before it.
-            written = json.loads(path.read_text().splitlines()[-1])
-            if written["step"] == step:
-                metrics = written | metrics  # It may have been evaluated as its last.
-            keep_steps(path, step - 1)
+            # The checkpoint that this run resumed from was written before the line of
+            # its step. If the line is there, it may have an evaluation to keep.
+            metrics = rewind(path, step) | metrics
+            rewind(path, step - 1)
         append_row(path, metrics)
-        columns = [f"step {step:4d}"]
+        line = f"step {step:4d}"
         if step > 0:
-            columns.append(f"reward {metrics['reward']:.3f}")
-            columns.append(f"e_B {metrics['ess']:.4f}")
-            columns.append(f"KL {metrics['mismatch_kl']:.1e}")
-            columns.append(f"tokens {metrics['response_tokens']:.1f}")
+            line += f"  reward {metrics['reward']:.3f}  e_B {metrics['ess']:.4f}"
+            line += f"  KL {metrics['mismatch_kl']:.1e}  tokens {metrics['response_tokens']:.1f}"
         if step == self.done:
             self.start_of_steps = now
         else:
-            columns.append(f"{now - self.start_of_step:.1f} s")
-            of_steps = (now - self.start_of_steps) / (step - self.done)
-            left = (self.steps - step) * of_steps
-            columns.append(f"{duration(left)} left")
+            left = (self.steps - step) * (now - self.start_of_steps)
+            left = timedelta(seconds=round(left / (step - self.done)))
+            line += f"  {now - self.start_of_step:.1f} s  {left} left"
         if "heldout_greedy" in metrics:
-            columns.append(f"held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,")
-            columns.append(f"{metrics['heldout_greedy']:.3f} greedy")
-        print("  ".join(columns), flush=True)
+            line += f"  held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,"
+            line += f"  {metrics['heldout_greedy']:.3f} greedy"
+        print(line, flush=True)
+        if step == 1 and metrics["reward"] == 0:
+            print(
+                f"every reward of step 1 is 0: {metrics['truncated']:.0%} of the "
+                "responses were cut at max_response_tokens, and "
+                f"{metrics['unmarked']:.0%} lack the \\boxed{{}} or #### that the "
+                f"verifier reads; see {self.out}/samples.jsonl",
+                flush=True,
+            )
         self.start_of_step = now
 
     def append_samples(self, step: int, rollouts: Any) -> None:
-        """The first response to each of rank 0's first two prompts, with its reward.
+        """Save the first response to each of rank 0's first two prompts, with rewards.
 
         The prompt is the whole text that was sent, with the template's special tokens.
         """
@@ -164,21 +191,21 @@ class Log:
             append_row(self.out / "samples.jsonl", sample)
 
     def finish(self) -> None:
-        """The final table and curves.png, from metrics.jsonl, by rank 0."""
+        """Print the final table and draw curves.png from metrics.jsonl, on rank 0."""
         if dist.get_rank() > 0:
             return
         rows = [json.loads(line) for line in open(self.out / "metrics.jsonl")]
         evaluated = [row for row in rows if "heldout_greedy" in row]
-        before, after, steps = evaluated[0], evaluated[-1], rows[1:]
+        steps = [row for row in rows if row["step"] > 0]
         print(f"\n{'':24}  before   after")
-        for name, title in (("pass@1", "sampled"), ("greedy", "greedy ")):
-            values = [row[f"heldout_{name}"] for row in (before, after)]
-            print(f"held-out pass@1, {title}{values[0]:8.3f}{values[1]:8.3f}")
+        for name in ("pass@1", "greedy"):
+            before, after = [evaluated[i][f"heldout_{name}"] for i in (0, -1)]
+            print(f"{'held-out ' + name:24}{before:8.3f}{after:8.3f}")
         for phase in PHASES:
             seconds = sum(row[f"{phase}_seconds"] for row in steps)
-            print(f"seconds in {phase:13}{'':8}{seconds:8.1f}")
+            print(f"seconds in {phase:21}{seconds:8.1f}")
         seconds = time.perf_counter() - self.start
-        print(f"{'seconds of this start':32}{seconds:8.1f}")
+        print(f"{'seconds since this start':32}{seconds:8.1f}")
         if not any(row["groups_with_signal"] for row in steps):
             print(
                 "\nno group ever had a signal, so nothing was learned: the responses "
@@ -188,8 +215,18 @@ class Log:
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 
 
+def is_unmarked(dataset: Any, text: str) -> bool:
+    """Return whether a response has no answer where the task's verifier looks for one.
+
+    `dataset` is a support.tasks.Dataset.
+    """
+    if dataset.verifier not in ("gsm8k", "math"):
+        return False  # It looks at the whole response.
+    return not final_answer(without_thoughts(dataset.opened + text))
+
+
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a JSONL file. Raises Stopped, as on a full disk."""
+    """Add a line to a JSONL file. Raises Stopped if that fails, as on a full disk."""
     try:
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -197,30 +234,50 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         raise Stopped(f"{path} cannot be written: {error}") from error
 
 
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 40 s, 12 min, 3.5 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+def read_rows(path: Path, done: int) -> tuple[list[dict[str, Any]], int]:
+    """Return a file's rows of the first `done` steps, and their length in bytes.
+
+    The file may not exist. What follows these rows is left out: rows of later steps, or
+    a line that a kill has cut. Raises Refused if a line that cannot be read comes
+    before that, as in a file that was edited. Only the row of step `done` may be
+    missing, because it is written after the step's checkpoint.
+    """
+    rows, length, last = [], 0, 0
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            if row["step"] > done or not line.endswith(b"\n"):
+                break
+        except (ValueError, LookupError, TypeError, RecursionError):
+            break
+        rows.append(row)
+        length += len(line)
+        last = row["step"]
+    if last < done - 1 and path.exists():
+        raise Refused(
+            f"--resume: {path}, line {len(rows) + 1}, is not a row of step {last} or "
+            f"{last + 1}: correct or remove the line, or delete the file to continue "
+            "without its rows"
+        )
+    return rows, length
 
 
-def keep_steps(path: Path, done: int) -> None:
-    """Drop the lines of a JSONL file that are of later steps, or were cut by a kill."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= done:
-            kept.append(line)
-    shorter = path.with_name(f"{path.name}.new")
-    shorter.write_text("".join(kept))
-    shorter.replace(path)  # Even a kill right here leaves the old file or the new one.
+def rewind(path: Path, done: int) -> dict[str, Any]:
+    """Cut a JSONL file after its rows of the first `done` steps.
+
+    Returns the row of step `done`, or {} if the file does not have it.
+    """
+    rows, length = read_rows(path, done)
+    with open(path, "a") as file:
+        os.truncate(file.fileno(), length)
+    return rows[-1] if rows and rows[-1]["step"] == done else {}
 
 
 def peak_memory_gb() -> float:
-    """The most memory that this rank has had, in GB of 2^30 bytes.
+    """Return the most memory that this rank has used, in GB of 2^30 bytes.
 
-    On CUDA it is torch's count, which does not know that a sleeping engine's is free.
+    On CUDA it is torch's count, which includes the memory of a sleeping engine.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
@@ -228,30 +285,28 @@ def peak_memory_gb() -> float:
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy, reward, 1 - e_B with the KL, and entropy, by step."""
+    """Draw accuracy, reward, 1 - e_B beside the KL, and entropy, by step."""
     import matplotlib.pyplot as plt
 
     for row in rows:
         if "ess" in row:
             row["kl_weight"] = 1 - row["ess"]
+    panels = {
+        "held-out pass@1": {"heldout_pass@1": "sampled", "heldout_greedy": "greedy"},
+        "rollouts": {"reward": "mean reward"},
+        "distance from on-policy": {
+            "kl_weight": r"$1 - e_B$, the weight of the KL",
+            "mismatch_kl": "KL, nats per token",
+        },
+        r"entropy of $\pi_b$": {"entropy": "nats per token"},
+    }
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.2), layout="constrained")
-
-    def plot(axis: Any, name: str, label: str) -> None:
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=label)
-
-    plot(axes[0], "heldout_pass@1", "sampled")
-    plot(axes[0], "heldout_greedy", "greedy")
-    axes[0].set(title="held-out pass@1", ylim=(0, 1.02))
-    plot(axes[1], "reward", "reward")
-    axes[1].set(title="mean reward of the rollouts", ylim=(0, 1.02))
-    plot(axes[2], "kl_weight", r"$1 - e_B$, the KL's weight")
-    plot(axes[2], "mismatch_kl", "KL, nats per token")
-    axes[2].set(title="how far off-policy", yscale="log")
-    plot(axes[3], "entropy", "entropy")
-    axes[3].set(title=r"entropy of $\pi_b$, nats a token", ylim=(0, None))
-    for axis in axes:
-        axis.set_xlabel("step")
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        for name, label in lines.items():
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=label)
+        axis.set(title=title, xlabel="step", ylim=(0, None))
         axis.legend()
+    axes[2].set(yscale="log", ylim=(None, None))
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""The machine: its ranks, and on a CPU the dtypes, the cores and the memory."""
+"""Sets up this machine: process group, network interface, dtypes, cores and memory."""
 
 import ctypes
 import os
@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from support.command import Refused
 
-# What torchrun would set. Port 0 is any free one.
-OF_THE_ONLY_RANK = {
+# The variables that torchrun sets, for a process that is the only rank. Port 0 is any
+# free one.
+SINGLE_RANK = {
     "RANK": "0",
     "WORLD_SIZE": "1",
     "LOCAL_RANK": "0",
@@ -18,35 +19,41 @@ OF_THE_ONLY_RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-# How many processes torchrun, srun, Open MPI's mpirun and MPICH's have started.
-STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# Parameters of mallopt, as in glibc's malloc.h.
-TRIM_THRESHOLD = -1
-MMAP_THRESHOLD = -3
+# In these, torchrun, srun, Open MPI's mpirun and MPICH's mpirun tell a process how many
+# of its kind they have started.
+PROCESS_COUNTS = (
+    "WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+)
+# Parameters of mallopt, from glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 # Larger blocks are returned to the system when they are freed. glibc allows no more.
-LARGEST_KEPT = 32 * 2**20  # bytes
+LARGEST_HEAP_BLOCK = 32 * 2**20  # bytes
 
 
 def init_distributed() -> dist.DeviceMesh:
     """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
 
     The mesh is [ranks] on one node and [nodes, ranks of a node] on several. Call this
-    before building an Engine, which would otherwise make a process group of its own, of
-    the wrong size. Raises Refused if torch is built for CUDA and finds no GPU, if
-    another launcher than torchrun has started several ranks, or if another node could
-    not reach this one.
+    before building an Engine, which would otherwise create a process group of its own,
+    of the wrong size. Raises Refused if torch is built for CUDA and finds no GPU, if
+    several ranks were started by a launcher other than torchrun, or if another node
+    could not reach this one.
     """
-    missing = [name for name in OF_THE_ONLY_RANK if name not in os.environ]
-    for name in STARTED:
-        # Without a rank each process would train a model of its own.
+    missing = [name for name in SINGLE_RANK if name not in os.environ]
+    for name in PROCESS_COUNTS:
+        # Without a rank, each process would train a model of its own.
         if missing and os.environ.get(name, "1") != "1":
             raise Refused(
-                f"{name} is {os.environ[name]}, and {', '.join(missing)} not set: "
-                "start the ranks by torchrun (on each node, with --nnodes and "
+                f"{name} is {os.environ[name]}, but {', '.join(missing)} not set: "
+                "start the ranks with torchrun (on each node, with --nnodes and "
                 f"--node-rank), or unset {name} for one rank"
             )
     if missing:
-        os.environ.update(OF_THE_ONLY_RANK)
+        os.environ.update(SINGLE_RANK)
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
     if nodes > 1:
@@ -54,14 +61,13 @@ def init_distributed() -> dist.DeviceMesh:
     if torch.cuda.is_available():
         device_type = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # We pass no device_id. With one torch would split NCCL's communicator for each
+        # We pass no device_id. With one, torch would split NCCL's communicator for each
         # group of the mesh and of vLLM, which has hung (pytorch issue 145376).
         dist.init_process_group("cpu:gloo,cuda:nccl")
     elif torch.version.cuda:
         raise Refused(
-            f"torch is built for CUDA {torch.version.cuda} and finds no GPU that it "
-            "can use: look at nvidia-smi (is the driver older?) and at "
-            "CUDA_VISIBLE_DEVICES"
+            f"torch is built for CUDA {torch.version.cuda} but finds no GPU that it "
+            "can use: check nvidia-smi (is the driver older?) and CUDA_VISIBLE_DEVICES"
         )
     else:
         device_type = "cpu"
@@ -76,13 +82,14 @@ def init_distributed() -> dist.DeviceMesh:
 
 
 def choose_interface(master: str) -> None:
-    """Have gloo and NCCL use the network interface that leads to the first node.
+    """Make gloo and NCCL use the network interface that leads to the first node.
 
-    By itself gloo takes the address of this host's name, which is 127.0.1.1 on Debian
-    and Ubuntu, and NCCL one of the interfaces that are up. Variables that the user has
-    set are kept. Raises Refused where the other nodes could not reach this one.
+    Left alone, gloo takes the address of this host's name, which is 127.0.1.1 on Debian
+    and Ubuntu, and NCCL takes one of the interfaces that are up. Variables that the
+    user has set are respected. Raises Refused if the other nodes could not reach this
+    one.
     """
-    import psutil  # Only several nodes need it.
+    import psutil  # Only runs on several nodes need it.
 
     if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
@@ -94,58 +101,70 @@ def choose_interface(master: str) -> None:
     # All ranks may be on one machine, as in a test. Then the user gives this address.
     if own in ("127.0.0.1", "::1") and master != own:
         raise Refused(
-            f"MASTER_ADDR {master} is {own} on this node, which no other one reaches: "
-            "give torchrun the first node's address in their network as --master-addr, "
-            "or set GLOO_SOCKET_IFNAME to the interface that leads there"
+            f"MASTER_ADDR {master} is {own} on this node, which no other node can "
+            "reach: pass the first node's address in their network to torchrun as "
+            "--master-addr, or set GLOO_SOCKET_IFNAME to the interface that leads there"
         )
     for interface, entries in psutil.net_if_addrs().items():
         if own in [entry.address for entry in entries]:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this alone
+            # The = has NCCL take the interface of exactly this name.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-def default_dtype() -> str:
-    """What trainer and evaluation compute in: bfloat16 on CUDA, float32 on a CPU.
+def default_dtype(without_bfloat16: str) -> str:
+    """Return the dtype to compute in: float32 on a CPU, bfloat16 on a GPU that has it.
 
-    In float32 neither the number of ranks nor the size of a batch changes a result.
+    A GPU has it from compute capability 8.0 on. An older one (T4, V100) computes in
+    `without_bfloat16`. In float32 neither the number of ranks nor the size of a batch
+    changes a result, up to rounding.
     """
-    return "bfloat16" if torch.cuda.is_available() else "float32"
+    if not torch.cuda.is_available():
+        return "float32"
+    device = int(os.environ.get("LOCAL_RANK", 0))
+    has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    return "bfloat16" if has_bfloat16 else without_bfloat16
+
+
+def default_rollout_dtype(quantization: str) -> str:
+    """Return the dtype to sample rollouts in.
+
+    It is bfloat16 if the machine is fast at it or if fp8 requires it, as vLLM offers
+    fp8 only together with bfloat16. Otherwise it is float16 on a GPU and float32 on a
+    CPU.
+    """
+    if quantization == "none" and (torch.cuda.is_available() or bfloat16_is_slow()):
+        return default_dtype("float16")
+    return "bfloat16"
 
 
 def bfloat16_is_slow() -> bool:
-    """Whether this is a CPU that multiplies bfloat16 in a plain loop.
+    """Return whether this is a CPU without bfloat16 instructions.
 
-    A CPU that does it itself (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of
-    the time that float32 takes. Any other takes twice as long, and for fp8 has taken 20
-    times as long.
+    A CPU that has them (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of the
+    time that float32 takes. Any other multiplies bfloat16 in a plain loop: it takes
+    twice as long, and for fp8 it has taken 20 times as long.
     """
     on_cpu = not torch.cuda.is_available()
     return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def default_rollout_dtype(quantization: str) -> str:
-    """What rollouts are sampled in: bfloat16 where that is fast, or is all there is.
-
-    vLLM has fp8 beside bfloat16 alone.
-    """
-    return "float32" if bfloat16_is_slow() and quantization == "none" else "bfloat16"
-
-
 def prepare_cpu(ranks_of_node: int) -> None:
-    """Give this rank its share of the cores, and let malloc keep what is freed.
+    """Give this rank its share of the cores, and let malloc keep freed memory.
 
-    torchrun gives each of several ranks one thread, and the engine would keep it. By
-    default glibc returns freed memory to the system, and what the next update allocates
-    in its place costs page faults.
+    torchrun gives each of several ranks one thread, and the engine would keep to that.
+    By default glibc returns freed memory to the system, and the page faults of the next
+    update's allocations cost time.
     """
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // ranks_of_node))
     libc = ctypes.CDLL(None)
-    libc.mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
-    libc.mallopt(TRIM_THRESHOLD, -1)
-    # Linux kills a process that uses AMX and did not ask for it. oneDNN asks; vLLM's
-    # attention does not, and an fp8 engine samples without oneDNN (see Engine.sample).
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
+    # A process must ask Linux for permission to use AMX, or it is killed by SIGILL.
+    # oneDNN asks, but vLLM's attention kernel does not, and an fp8 engine samples with
+    # oneDNN switched off (see Engine.sample), so we ask here.
     torch.cpu._init_amx()
-    # With a log-probability vLLM counts the token's rank, in a function that it has
-    # compiled. The compiler takes ten seconds or more, and the count itself no time.
+    # For each log-probability vLLM also counts the token's rank, in a function that it
+    # compiles. The compilation takes ten seconds or more, and the count takes no time.
     torch.compiler.set_stance("force_eager")
