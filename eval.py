@@ -17,70 +17,21 @@ import os
 import time
 from math import comb
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import numpy as np
 import torch.distributed as dist
-from pydantic import Field
 
-from answers.extraction import final_answer, without_thoughts
 from reward import compute_rewards
 from rollout import Engine, noise_seed, prompts_of_rank
 from support.checkpoints import check_free, take_folder
-from support.command import (
-    Count,
-    Dtype,
-    Flags,
-    Folder,
-    PositiveAmount,
-    PositiveCount,
-    Probability,
-    Refused,
-    parse_flags,
-    run_script,
-)
-from support.log import append_row
-from support.machine import default_dtype, init_distributed
+from support.command import parse_flags, run_script
+from support.config import EvalConfig
+from support.log import append_row, is_unmarked
+from support.machine import init_distributed
 from support.models import check_model, folder_of
 from support.tasks import Dataset, load_split
-
-
-class EvalConfig(Flags):
-    """An evaluation. --config FILE.yaml sets any of these fields."""
-
-    model: str = "tiny"
-    """what to evaluate: a run, a model folder or a hub name"""
-    task: list[str] = ["tiny"]
-    """one or several tasks, each as train.py takes it: gsm8k,math"""
-    split: Literal["train", "heldout"] = "heldout"
-    """which problems of each task"""
-    samples: PositiveCount = 1
-    """n, the responses to a problem"""
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """sampling temperature; 0: greedy; vLLM raises one below 0.01 to that"""
-    top_p: Probability = 1.0
-    """nucleus of the samples; 1: all tokens"""
-    max_response_tokens: PositiveCount = 64
-    """truncate longer responses"""
-    limit: Count = 0
-    """how many problems of each task, the first ones; 0: all"""
-    drop_long: bool = False
-    """leave out prompts that leave no room for a response"""
-    seed: Count = 0
-    """of the sampling noise"""
-    out_dir: Folder = ""
-    """where it writes; by default runs/eval- and the time"""
-    dtype: Dtype = "auto"
-    """the engine computes in it; auto: bfloat16 on CUDA, else float32"""
-    rollout_tp: PositiveCount = 1
-    """ranks of a node that share an engine (tensor parallelism)"""
-    kv_cache_gb: PositiveAmount = 0.25
-    """an engine's KV cache on each rank, in GB of 2^30 bytes"""
-    max_num_seqs: PositiveCount = 256
-    """responses that an engine decodes at the same time"""
-    verbose: bool = False
-    """show the messages of vLLM and torch"""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -194,12 +145,8 @@ def heldout_accuracy(
 def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Dataset]]:
     """Return the model's folder or hub name and the problems of each task.
 
-    Raises Refused if the model, a task or the combination of fields cannot be used.
+    Raises Refused if the model or a task cannot be used.
     """
-    if cfg.samples > 1 and cfg.temperature == 0:
-        raise Refused(
-            f"samples is {cfg.samples} and temperature 0: greedy samples are all equal"
-        )
     check_free(cfg.out_dir)
     model = folder_of(cfg.model)
     tokenizer, config = check_model(model, cfg.rollout_tp)
@@ -218,8 +165,6 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Dataset]]:
 
 def main() -> None:
     cfg = parse_flags(EvalConfig)
-    if cfg.dtype == "auto":
-        cfg.dtype = default_dtype()
     # The user's input is checked before anything slow is built.
     model, benchmarks = load_benchmarks(cfg)
     out = Path(cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}"))
@@ -280,8 +225,8 @@ def write_samples(
     truncated = np.mean([result["truncated"] for result in results])
     print(f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens")
     if split.verifier in ("gsm8k", "math"):
-        texts = [split.opened + text for each in results for text in each["responses"]]
-        unmarked = np.mean([not final_answer(without_thoughts(text)) for text in texts])
+        texts = [text for each in results for text in each["responses"]]
+        unmarked = np.mean([is_unmarked(split, text) for text in texts])
         print(f"{task}: {unmarked:.0%} of them have neither \\boxed{{}} nor ####")
 
 

@@ -289,14 +289,17 @@ class Run:
         )
         # The last step that is done, its metrics without its evaluation, and the
         # rollout batches that were sampled ahead.
-        self.step, self.metrics, queue = 0, {"step": 0}, []
-        if cfg.resume:
-            self.step, self.metrics, queue = load_checkpoint(
-                self.out, self.policy, self.optimizer
-            )
+        self.step, self.metrics, queue = load_checkpoint(
+            self.out, self.policy, self.optimizer
+        )
         self.queue = deque(Rollouts(**fields) for fields in queue)
         self.log = Log(
-            self.out, self.tokenizer, cfg.group_size, cfg.steps, done=self.step
+            self.out,
+            self.tokenizer,
+            cfg.group_size,
+            cfg.steps,
+            done=self.step,
+            dataset=self.train,
         )
 
 

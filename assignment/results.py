@@ -11,7 +11,7 @@ from loss import LOSSES
 
 # All that the grader takes from the trainer's side.
 from support.command import Refused, parse_flags
-from support.config import MAY_DIFFER, Config
+from support.config import NEUTRAL_FIELDS, Config
 
 Sentence = Annotated[str, Field(min_length=40)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
@@ -98,7 +98,7 @@ def wrong_flags(flags_of_arms: list[list[str]]) -> str:
             known = f"{', '.join(LOSSES)} or module:name"
             return f"train.py refuses the flags: {name!r} is none of {known}"
         # What a resumed run may change does not change what comes out.
-        settings.append(cfg.model_dump(exclude=MAY_DIFFER | {"seed"}))
+        settings.append(cfg.model_dump(exclude=NEUTRAL_FIELDS | {"seed"}))
     if settings[0] == settings[1]:
         return "the arms have the same settings: nothing is compared"
     default = Config().model_dump(include=OF_MISMATCH)

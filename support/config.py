@@ -195,7 +195,8 @@ class EvalConfig(SharedConfig):
         """Refuse fields that contradict each other; replace "auto" for this machine."""
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"samples is {self.samples}: greedy samples are all the same"
+                f"samples is {self.samples} and temperature 0: greedy samples are all "
+                "equal"
             )
         if self.dtype == "auto":
             from support.machine import default_dtype  # see Config

@@ -153,7 +153,8 @@ class Log:
         line = f"step {step:4d}"
         if step > 0:
             line += f"  reward {metrics['reward']:.3f}  e_B {metrics['ess']:.4f}"
-            line += f"  KL {metrics['mismatch_kl']:.1e}  tokens {metrics['response_tokens']:.1f}"
+            line += f"  KL {metrics['mismatch_kl']:.1e}"
+            line += f"  tokens {metrics['response_tokens']:.1f}"
         if step == self.done:
             self.start_of_steps = now
         else:
@@ -305,8 +306,9 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
         for name, label in lines.items():
             points = [(row["step"], row[name]) for row in rows if name in row]
             axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=label)
-        axis.set(title=title, xlabel="step", ylim=(0, None))
+        axis.set(title=title, xlabel="step")
         axis.legend()
-    axes[2].set(yscale="log", ylim=(None, None))
+    axes[0].set(ylim=(0, 1.02))
+    axes[2].set(yscale="log")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -601,7 +601,7 @@ MISTAKES: dict[str, Mistake] = {
     # support/checkpoints.py
     "a folder for each rank": Mistake(
         support.checkpoints.make_out_dir,
-        "dist.broadcast_object_list(named)",
+        "dist.broadcast_object_list(names)",
         "pass",
         ["test_checkpoints.test_a_folder_that_a_node_does_not_see_is_refused"],
     ),
@@ -625,14 +625,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a resume that forgets the queue": Mistake(
         support.checkpoints.load_checkpoint,
-        'of_rank["queue"]',
+        'own["queue"]',
         "[]",
         [RESTORED],
     ),
-    "a resume that goes on from the oldest checkpoint": Mistake(
+    "a resume that continues from the oldest checkpoint": Mistake(
         support.checkpoints.load_checkpoint,
-        "checkpoints(out)[-1]",
-        "checkpoints(out)[0]",
+        "checkpoints(out)[-1:]",
+        "checkpoints(out)[:1]",
         [ENDS_EARLY],
     ),
 }
