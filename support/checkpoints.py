@@ -33,7 +33,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from support.command import Flags, Refused, Stopped, one_line, script_name
 from support.config import ADJUSTABLE_FIELDS, NEUTRAL_FIELDS, Config
 from support.hub import COMMITS
-from support.log import ROW_FILES, append_row, read_rows
+from support.log import ROW_FILES, append_row, check_rows
 from support.machine import bfloat16_is_slow
 
 NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
@@ -96,7 +96,7 @@ def check_out_dir(cfg: Config) -> None:
             )
     if done:
         for name in ROW_FILES:
-            read_rows(out / name, done)
+            check_rows(out / name, done)
 
 
 def check_free(out_dir: str) -> None:

@@ -238,12 +238,10 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 def read_rows(path: Path, done: int) -> tuple[list[dict[str, Any]], int]:
     """Return a file's rows of the first `done` steps, and their length in bytes.
 
-    The file may not exist. What follows these rows is left out: rows of later steps, or
-    a line that a kill has cut. Raises Refused if a line that cannot be read comes
-    before that, as in a file that was edited. Only the row of step `done` may be
-    missing, because it is written after the step's checkpoint.
+    Reading ends before a row of a later step or a line that cannot be read, such as one
+    that a kill has cut. A missing file has no rows.
     """
-    rows, length, last = [], 0, 0
+    rows, length = [], 0
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for line in lines:
         try:
@@ -254,14 +252,23 @@ def read_rows(path: Path, done: int) -> tuple[list[dict[str, Any]], int]:
             break
         rows.append(row)
         length += len(line)
-        last = row["step"]
-    if last < done - 1 and path.exists():
+    return rows, length
+
+
+def check_rows(path: Path, done: int) -> None:
+    """Raise Refused if a damaged line would cost a resumed run rows of earlier steps.
+
+    Only the row of step `done` may be missing, because it is written after the
+    checkpoint of that step.
+    """
+    rows, _ = read_rows(path, done)
+    last = rows[-1]["step"] if rows else 0
+    if path.exists() and last < done - 1:
         raise Refused(
             f"--resume: {path}, line {len(rows) + 1}, is not a row of step {last} or "
             f"{last + 1}: correct or remove the line, or delete the file to continue "
             "without its rows"
         )
-    return rows, length
 
 
 def rewind(path: Path, done: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints, the log and the model: whole on the disk, whenever a save ends."""
+"""Tests of what a run writes: checkpoints, the log, the model and the figure."""
 
 import json
 import re
@@ -31,24 +31,17 @@ from support.checkpoints import (
 )
 from support.command import Refused, Stopped
 from support.config import Config
-from support.log import (
-    Log,
-    append_row,
-    draw_curves,
-    duration,
-    keep_steps,
-    peak_memory_gb,
-)
+from support.log import Log, append_row, draw_curves, peak_memory_gb, rewind
 
 
 def names(out: Path) -> list[str]:
-    """What there is in its folder of checkpoints."""
+    """Return the names in a run's folder of checkpoints."""
     return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
 @pytest.fixture
 def trained(group):
-    """A policy and its optimizer after one step, and what sets all of its weights."""
+    """A policy and its optimizer after one step, and a function to set all weights."""
     policy = build_policy("tiny", group)
     optimizer = torch.optim.AdamW(policy.parameters())
     for weight in policy.parameters():
@@ -63,25 +56,26 @@ def trained(group):
 
 
 def loaded_step(out: Path, policy: Any, optimizer: Any) -> int:
-    """The step of the newest checkpoint; all weights are equal to it, as saved."""
+    """Load the newest checkpoint, in which all weights equal its step; return that."""
     step, _, _ = load_checkpoint(out, policy, optimizer)
     for weight in policy.parameters():
         assert (weight.full_tensor() == step).all()
     return step
 
 
-# A save clears what another left unfinished, writes weights and rollouts, waits for all
-# ranks, gives the folder its name (the first rename is that of its index), takes the
-# oldest one's away, and deletes that.
+# A save clears an unfinished one, writes weights, rollouts and checksums, waits for all
+# ranks, gives the folder its name (the first rename is in dcp.save), renames the oldest
+# checkpoint, and deletes that.
 @pytest.mark.parametrize(
     "owner, name, call, newest",
     [
         (shutil, "rmtree", 1, 2),
         (dcp, "save", 1, 2),
+        (Path, "write_text", 1, 2),
         (dist, "barrier", 2, 2),
         (Path, "rename", 2, 2),
         (Path, "rename", 3, 3),
-        (shutil, "rmtree", 2, 3),
+        (shutil, "rmtree", 3, 3),
     ],
 )
 def test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works(
@@ -91,7 +85,7 @@ def test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works(
     for step in 1, 2:
         set_weights(step)
         save_checkpoint(tmp_path, step, policy, optimizer, [], {})
-    (tmp_path / "checkpoints/unfinished").mkdir()  # of an earlier kill
+    (tmp_path / "checkpoints/unfinished").mkdir()  # left by an earlier kill
     original, calls = getattr(owner, name), []
 
     def ends_here(*arguments, **keywords):
@@ -111,7 +105,7 @@ def test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works(
     assert loaded_step(tmp_path, policy, optimizer) == 4
 
 
-def test_moments_metrics_and_waiting_rollouts_come_back_bit_for_bit(
+def test_a_checkpoint_restores_moments_metrics_and_unused_rollouts_bit_for_bit(
     trained, engine, policy, prompts, tmp_path
 ):
     sharded, optimizer, _ = trained
@@ -120,16 +114,20 @@ def test_moments_metrics_and_waiting_rollouts_come_back_bit_for_bit(
     save_checkpoint(tmp_path, 1, sharded, optimizer, [rollouts], metrics)
     moments = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
     optimizer.step()
-    step, restored, [waiting] = load_checkpoint(tmp_path, sharded, optimizer)
+    step, restored, [unused] = load_checkpoint(tmp_path, sharded, optimizer)
     assert (step, restored) == (1, metrics)
     for state, expected in zip(optimizer.state.values(), moments, strict=True):
         assert torch.equal(state["exp_avg_sq"].full_tensor(), expected.full_tensor())
     for name, value in vars(rollouts).items():
         same = torch.equal if isinstance(value, torch.Tensor) else type(value).__eq__
-        assert value is waiting[name] or same(value, waiting[name]), name
+        assert value is unused[name] or same(value, unused[name]), name
 
 
-# Disks that are full, files that are broken
+def test_a_run_without_a_checkpoint_is_at_step_0(tmp_path):
+    assert load_checkpoint(tmp_path, None, None) == (0, {"step": 0}, [])
+
+
+# Full disks and damaged files
 
 
 MEGABYTE = 10**6
@@ -137,7 +135,7 @@ MEGABYTE = 10**6
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Within, this process can write no larger file: what a full disk is like."""
+    """Let this process write no larger file, so that it fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -146,27 +144,25 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# A checkpoint of tiny has 7.7 MB: 0.64 million weights, twice as many moments, of 4
-# bytes each. The rollouts that wait have a file of their own.
+# A checkpoint of tiny has 7.7 MB: 0.64 million weights and twice as many moments, of 4
+# bytes each. The unused rollouts have a file of their own.
 @pytest.mark.parametrize(
-    "limit, waiting", [(4, 0), (12, 20)], ids=["weights", "waiting"]
+    "limit, unused", [(4, 0), (12, 20)], ids=["weights", "rollouts"]
 )
-def test_a_checkpoint_that_cannot_be_written_is_a_sentence_and_the_others_stay_whole(
-    limit,
-    waiting,
-    trained,
-    tmp_path,
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_leaves_the_others_whole(
+    limit, unused, trained, tmp_path
 ):
     policy, optimizer, set_weights = trained
     set_weights(1)
     save_checkpoint(tmp_path, 1, policy, optimizer, [], {})
     set_weights(2)
-    rollouts = SimpleNamespace(tokens=torch.zeros(waiting * MEGABYTE // 4))
-    with files_of_at_most(limit * MEGABYTE), pytest.raises(Stopped) as refused:
+    rollouts = SimpleNamespace(tokens=torch.zeros(unused * MEGABYTE // 4))
+    with files_of_at_most(limit * MEGABYTE), pytest.raises(Stopped) as stopped:
         save_checkpoint(tmp_path, 2, policy, optimizer, [rollouts], {})
-    sentence = str(refused.value)
+    sentence = str(stopped.value)
     assert "\n" not in sentence
     assert sentence.startswith("step 2: the checkpoint cannot be written to ")
+    assert sentence.endswith("; --resume can continue from 1 earlier ones")
     assert loaded_step(tmp_path, policy, optimizer) == 1
     save_checkpoint(tmp_path, 2, policy, optimizer, [], {})
     assert names(tmp_path) == ["step-000001", "step-000002"]
@@ -177,13 +173,18 @@ def cut(path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
-@pytest.mark.parametrize("damage", [cut, Path.unlink])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rank-0.pt"])
-def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_can_be(
-    name,
-    damage,
-    trained,
-    tmp_path,
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink, flip_a_bit])
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "rank-0.pt", "checksums-0.json"]
+)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_can_be_loaded(
+    name, damage, trained, tmp_path
 ):
     policy, optimizer, set_weights = trained
     for step in 1, 2:
@@ -196,18 +197,20 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_can_be(
     sentence = str(refused.value)
     assert "\n" not in sentence
     assert sentence.startswith(f"--resume: {newest} cannot be read: ")
-    assert sentence.endswith("remove it to go on from the one before")
+    assert sentence.endswith("; remove it to continue from the one before")
+    if damage is flip_a_bit and name != "checksums-0.json":
+        assert f": {name} is not as it was written; " in sentence
     newest.rename(tmp_path / "removed")
     assert loaded_step(tmp_path, policy, optimizer) == 1
 
 
-def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_a_log_that_cannot_be_written_stops_the_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(" " * 1000)
     with files_of_at_most(1000), pytest.raises(Stopped, match="cannot be written: "):
         append_row(tmp_path / "metrics.jsonl", {"step": 1})
 
 
-def test_a_model_that_cannot_be_written_is_a_sentence_and_leaves_no_model(
+def test_a_model_that_cannot_be_written_stops_the_run_and_leaves_no_model(
     group, tmp_path
 ):
     model = AutoModelForCausalLM.from_pretrained("tiny")
@@ -276,20 +279,21 @@ def test_a_folder_in_which_another_run_is_at_work_is_refused(group, tmp_path):
     assert make_out_dir(cfg) == tmp_path
 
 
-def test_lines_of_steps_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path):
+def test_rows_of_steps_after_the_checkpoint_and_a_torn_one_are_deleted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
-    keep_steps(path, done=2)
+    assert rewind(path, done=2) == {"step": 2}
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert rewind(path, done=3) == {}
 
 
 def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypatch):
-    monkeypatch.setattr(support.checkpoints, "SECONDS_UNSEEN", 1)
-    # Rank 0 makes it elsewhere, and gives it its name.
+    monkeypatch.setattr(support.checkpoints, "NFS_SECONDS", 1)
+    # Rank 0 creates the folder on another host, and broadcasts its name.
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     given = str(tmp_path / "r0")
     monkeypatch.setattr(
-        dist, "broadcast_object_list", lambda named: named.__setitem__(0, given)
+        dist, "broadcast_object_list", lambda names: names.__setitem__(0, given)
     )
     with pytest.raises(
         Refused, match="/r0 is not on .*: give a folder on a file system"
@@ -305,28 +309,57 @@ def test_config_json_has_the_variables_that_change_a_run_and_no_key(monkeypatch)
     assert not {"VLLM_API_KEY", "HF_TOKEN"} & set(names)
 
 
-# What the log tells
+# The log
 
 
-def test_the_seconds_of_a_phase_add_up_within_a_step(group, tmp_path, monkeypatch):
-    clock = iter([0, 1, 3, 10, 15])
+@pytest.fixture
+def log(group, tmp_path) -> Log:
+    """The log of a run of 9 steps, whose rewards come from boxed answers."""
+    log = Log(tmp_path, None, 2, 9, done=0)
+    log.dataset = SimpleNamespace(verifier="math", opened="")
+    log.append_samples = lambda *_: None
+    return log
+
+
+# Three of four responses were cut, and two have an answer where the verifier looks for
+# one: an answer in a thought that has not ended does not count.
+ROLLOUTS = SimpleNamespace(
+    reward=torch.zeros(4),
+    mask=torch.ones(4, 3).bool(),
+    truncated=torch.tensor([1, 1, 0, 1]),
+    logp_behavior=torch.zeros(4, 3),
+    weight_version="0",
+    text=["\\boxed{7}", "#### 7", "<think>\\boxed{7}", "7"],
+)
+TRAINED = {"reward": 0.3, "ess": 0.75, "mismatch_kl": 0.02, "response_tokens": 7.0}
+
+
+def test_the_seconds_of_a_phase_add_up_within_a_step(log, monkeypatch):
+    clock = iter([1, 3, 10, 15])
     monkeypatch.setattr(
         support.log, "time", SimpleNamespace(perf_counter=lambda: next(clock))
     )
-    log = Log(tmp_path, None, 2, 2, done=0)
     for _ in range(2):
         with log.phase("update"):
             pass
-    rollouts = SimpleNamespace(
-        reward=torch.tensor([0.0, 1.0]),
-        mask=torch.ones(2, 3).bool(),
-        truncated=torch.zeros(2),
-        logp_behavior=torch.zeros(2, 3),
-        weight_version="0",
-        text=[],
-    )
-    seconds = [log.metrics_of(step, rollouts)["update_seconds"] for step in (1, 2)]
+    seconds = [log.metrics_of(step, ROLLOUTS)["update_seconds"] for step in (1, 2)]
     assert seconds == [2 + 5, 0]
+
+
+def test_rewards_that_are_all_0_in_step_1_are_explained_at_once(log, capsys):
+    metrics = log.metrics_of(1, ROLLOUTS)
+    assert (metrics["truncated"], metrics["unmarked"]) == (0.75, 0.5)
+    log.write(TRAINED | metrics)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "every reward of step 1 is 0: 75% of the responses were cut at "
+        "max_response_tokens, and 50% lack the \\boxed{} or #### that the verifier "
+        f"reads; see {log.out}/samples.jsonl"
+    )
+    for other in {"step": 2}, {"reward": 0.25}:
+        log.write(TRAINED | metrics | other)
+    assert "every reward" not in capsys.readouterr().out
+    log.dataset.verifier = "exact"  # It compares the whole response.
+    assert log.metrics_of(1, ROLLOUTS)["unmarked"] == 0
 
 
 def test_a_line_has_the_seconds_of_its_step_and_the_time_left_of_a_resumed_run(
@@ -334,29 +367,20 @@ def test_a_line_has_the_seconds_of_its_step_and_the_time_left_of_a_resumed_run(
 ):
     evaluated = {"heldout_pass@1": 0.5, "heldout_greedy": 0.25}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3} | evaluated) + "\n")
-    (tmp_path / "samples.jsonl").write_text("")
-    # It was evaluated at 1000 s, and step 4 took 300 s, step 5 500 s. Four are left.
+    # The evaluation ended at 1000 s, step 4 took 300 s, step 5 500 s. Four are left.
     clock = iter([0, 1000, 1300, 1800])
     monkeypatch.setattr(
         support.log, "time", SimpleNamespace(perf_counter=lambda: next(clock))
     )
     log = Log(tmp_path, None, 2, 9, done=3)
-    row = {"reward": 0.5, "ess": 0.9, "mismatch_kl": 0.01, "response_tokens": 7.0}
     for step in 3, 4, 5:
-        log.write({"step": step, **row})
+        log.write({"step": step, **TRAINED})
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("  500.0 s  27 min left")  # 4 times 400 s
-    # Step 3 was the last before, and what it was evaluated to stays.
+    assert last.endswith("  500.0 s  0:26:40 left")  # 4 times 400 s
+    # Step 3 was the last one before. The result of its evaluation is kept.
     rows = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
     assert [row["step"] for row in rows] == [3, 4, 5]
-    assert rows[0].items() >= (row | evaluated).items()
-
-
-@pytest.mark.parametrize(
-    "seconds, said", [(99, "99 s"), (600, "10 min"), (36000, "10.0 h")]
-)
-def test_seconds_are_said_in_the_unit_that_people_use(seconds, said):
-    assert duration(seconds) == said
+    assert rows[0].items() >= (TRAINED | evaluated).items()
 
 
 def test_peak_memory_is_that_of_the_kernel_in_gb():
@@ -370,10 +394,10 @@ def test_the_figure_has_the_numbers_of_the_log(monkeypatch):
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, *_, **__: figures.append(figure)
     )
-    of_step = {"reward": 0.3, "ess": 0.75, "mismatch_kl": 0.02, "entropy": 1.5}
     rows = [
         {"step": 0, "heldout_pass@1": 0.4, "heldout_greedy": 0.2},
-        {"step": 1, "heldout_pass@1": 0.6, "heldout_greedy": 0.9, **of_step},
+        {"step": 1, "heldout_pass@1": 0.6, "heldout_greedy": 0.9, "entropy": 1.5}
+        | TRAINED,
     ]
     draw_curves(rows, Path("curves.png"))
     lines = [line for axis in figures[0].axes for line in axis.lines]

@@ -1,19 +1,20 @@
-"""Flags and recipes: what they are taken for, and what is refused in one sentence."""
+"""Tests of flags and recipes: what they set, and which sentence refuses them."""
 
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from launch import ENVIRONMENT
 
 import support.checkpoints
 import support.machine
-from eval import EvalConfig
 from support.checkpoints import config_of
 from support.command import Refused, parse_flags
-from train import Config, find_objective
+from support.config import Config, EvalConfig
+from train import find_objective
 
 SLOW = " (bfloat16 is slow on this CPU)"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -21,7 +22,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a YAML file; returns the flag that names it."""
+    """Write a YAML file and return the flag that names it."""
 
     def write(text: str) -> str:
         path = tmp_path / "recipe.yaml"
@@ -32,7 +33,7 @@ def recipe(tmp_path):
 
 
 def refusal(*flags: str) -> str:
-    """The sentence that refuses these flags of train.py."""
+    """Return the sentence that refuses these flags of train.py."""
     with pytest.raises(Refused) as refused:
         cfg = parse_flags(Config, list(flags))
         find_objective(cfg.objective, cfg.objective_args)
@@ -45,7 +46,7 @@ def test_every_field_is_a_flag_with_its_sentence_and_default_in_help(kind, capsy
     with pytest.raises(SystemExit) as ended:
         parse_flags(kind, ["--help"])
     assert ended.value.code == 0
-    # argparse breaks lines after blanks and hyphens.
+    # argparse breaks lines after spaces and hyphens.
     text = "".join(capsys.readouterr().out.split())
     for name, field in kind.model_fields.items():
         assert f"--{name}" in text
@@ -56,7 +57,7 @@ def test_flags_override_the_recipe_and_the_recipe_the_defaults(recipe):
     file = recipe("objective: grpo\nsteps: 7\nresume: true\nlearning_rate: 1e-5\n")
     cfg = parse_flags(Config, [file, "--steps=9", "--no-resume"])
     assert (cfg.objective, cfg.steps, cfg.resume) == ("grpo", 9, False)
-    assert cfg.learning_rate == 1e-5  # a text for YAML, which wants 1.0e-5
+    assert cfg.learning_rate == 1e-5  # For YAML this is a text; it wants 1.0e-5.
     assert cfg.group_size == Config().group_size == 8
 
 
@@ -90,13 +91,13 @@ def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
         ),
     ],
 )
-def test_what_a_flag_is_taken_for(flags, fields):
+def test_a_flag_sets_its_field(flags, fields):
     cfg = parse_flags(Config, flags)
     assert {name: getattr(cfg, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize("kind", [Config, EvalConfig])
-def test_the_home_folder_is_what_a_shell_would_take_it_for(kind, monkeypatch):
+def test_the_home_folder_is_expanded_as_in_a_shell(kind, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     cfg = parse_flags(kind, ["--out_dir=~/runs/x"])
     assert cfg.out_dir == "/home/someone/runs/x"
@@ -126,14 +127,14 @@ def test_several_tasks_are_given_with_commas():
         ("--lerning_rate=1e-4", "unrecognized arguments: --lerning_rate=1e-4"),
         ("--learning=1e-4", "unrecognized arguments: --learning=1e-4"),
         ("--Steps=4", "unrecognized arguments: --Steps=4"),
-        ("--config=missing.yaml", "--config missing.yaml is no YAML file of fields"),
-        ("--config=tests", "--config tests is no YAML file of fields"),
+        ("--config=missing.yaml", "--config missing.yaml is not a YAML file of fields"),
+        ("--config=tests", "--config tests is not a YAML file of fields"),
         ("--objective_args=eps", "objective_args"),
         ("--objective=ppo", "objective 'ppo'"),
         ("--objective=tools.objectives:none", "no attribute 'none'"),
-        ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),  # of p3o
+        ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),
         ("--objective=grpo --objective_args=eps=nan", "takes {'eps': 'nan'}: "),
-        # Its bounds, 1 - eps and 1 + eps, would be crossed.
+        # Its bounds, 1 - eps and 1 + eps, would cross.
         (
             "--objective=grpo --objective_args=eps=-1",
             "eps is -1.0: the clip",
@@ -141,9 +142,13 @@ def test_several_tasks_are_given_with_commas():
         ("--objective=tools.objectives:dapo --objective_args=eps_low=-1", "both"),
         ("--objective=builtins:print", "no objective 'builtins:print' that takes"),
         ("--minibatches=3", "prompts_per_step is 32: give a multiple of 3"),
+        (
+            "--rollout_quantization=fp8_per_channel --rollout_dtype=float16",
+            "rollout_dtype is float16: fp8 rollouts need bfloat16",
+        ),
     ],
 )
-def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
+def test_a_flag_that_its_field_does_not_accept_is_refused_in_a_sentence(flag, sentence):
     assert sentence in refusal(*flag.split())
 
 
@@ -152,14 +157,15 @@ def test_a_flag_that_cannot_be_is_refused_in_a_sentence(flag, sentence):
     [
         ("clip_range: 0.2\n", "clip_range is 0.2: Extra inputs are not permitted"),
         ("steps: 3.5\n", "steps is 3.5: Input should be a valid integer"),
-        ("- steps\n", "is no YAML file of fields: write `name: value`, one a line"),
-        ("", "is no YAML file of fields: write `name: value`, one a line"),
-        ("eps:0.4", "is no YAML file of fields: write `name: value`, one a line"),
-        ("steps: [\n", "is no YAML file of fields: while parsing"),
-        ("lag: 1\nlag: 2\n", "is no YAML file of fields: a name is there twice"),
+        ("- steps\n", "not a YAML file of fields: write `name: value`, one per line"),
+        ("", "not a YAML file of fields: write `name: value`, one per line"),
+        ("eps:0.4", "not a YAML file of fields: write `name: value`, one per line"),
+        ("steps: [\n", "is not a YAML file of fields: while parsing"),
+        ("lag: 1\nlag: 2\n", "is not a YAML file of fields: a name is there twice"),
+        ("[" * 9999, "is not a YAML file of fields: maximum recursion depth"),
     ],
 )
-def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(text, sentence, recipe):
+def test_a_recipe_that_cannot_be_read_is_refused_in_a_sentence(text, sentence, recipe):
     assert sentence in refusal(recipe(text))
 
 
@@ -193,17 +199,17 @@ def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_i
     assert done.returncode == 1
     assert done.stderr.startswith(printed)
     assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""  # with an out_dir it would say what it computes in
+    assert done.stdout == ""  # A run with an out_dir prints its dtypes.
 
 
-@pytest.mark.parametrize("name", support.machine.STARTED)
-def test_ranks_of_another_launcher_than_torchrun_are_told_how_to_start(
+@pytest.mark.parametrize("name", support.machine.PROCESS_COUNTS)
+def test_ranks_of_a_launcher_other_than_torchrun_are_told_how_to_start(
     name, monkeypatch
 ):
-    # Kubernetes' PyTorchJob, srun and mpirun know no ranks of a node.
+    # Kubernetes' PyTorchJob, srun and mpirun set no rank within a node.
     monkeypatch.setenv(name, "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with pytest.raises(Refused, match=f"{name} is 2, and .*LOCAL_WORLD_SIZE.* not"):
+    with pytest.raises(Refused, match=f"{name} is 2, but .*LOCAL_WORLD_SIZE.* not"):
         support.machine.init_distributed()
 
 
@@ -211,9 +217,7 @@ def test_ranks_of_another_launcher_than_torchrun_are_told_how_to_start(
 @pytest.mark.parametrize(
     "size, reason", [("0.0001", "No available memory"), ("9999.0", "Available memory")]
 )
-def test_a_cache_of_no_response_or_of_too_much_memory_is_one_line_though_of_vllm(
-    size, reason
-):
+def test_a_cache_that_is_too_small_or_too_large_is_refused_in_one_line(size, reason):
     done = subprocess.run(
         [sys.executable, "eval.py", f"--kv_cache_gb={size}"],
         cwd=ROOT,
@@ -234,9 +238,9 @@ def test_a_cache_of_no_response_or_of_too_much_memory_is_one_line_though_of_vllm
         (True, ["--rollout_quantization=fp8_per_channel"], "bfloat16", SLOW),
         (True, ["--rollout_dtype=bfloat16"], "bfloat16", SLOW),
     ],
-    ids=["fast", "slow", "fp8", "asked"],
+    ids=["fast", "slow", "fp8", "given"],
 )
-def test_auto_avoids_bfloat16_where_it_is_slow_and_a_run_says_what_it_samples_in(
+def test_auto_avoids_slow_bfloat16_and_a_run_prints_the_dtype_of_its_samples(
     is_slow, flags, sampled_in, note, group, monkeypatch, tmp_path, capsys
 ):
     for module in support.machine, support.checkpoints:
@@ -244,5 +248,26 @@ def test_auto_avoids_bfloat16_where_it_is_slow_and_a_run_says_what_it_samples_in
     cfg = parse_flags(Config, [f"--out_dir={tmp_path}/run", *flags])
     support.checkpoints.make_out_dir(cfg)
     assert (cfg.dtype, cfg.rollout_dtype) == ("float32", sampled_in)
-    said = f"/run: trains in float32, samples in {sampled_in}{note}\n"
-    assert said in capsys.readouterr().out
+    printed = f"/run: trains in float32, samples in {sampled_in}{note}\n"
+    assert printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "capability, dtypes",
+    [
+        ((7, 5), ("float32", "float16", "float16")),  # a T4
+        ((8, 0), ("bfloat16", "bfloat16", "bfloat16")),  # an A100
+    ],
+)
+def test_auto_on_a_gpu_without_bfloat16_is_float16_for_the_engine(
+    capability, dtypes, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cfg = Config()
+    assert (cfg.dtype, cfg.rollout_dtype, EvalConfig().dtype) == dtypes
+
+
+def test_flags_are_checked_without_the_import_of_torch():
+    code = "import support.config, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

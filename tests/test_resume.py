@@ -1,33 +1,38 @@
-"""A run that is stopped or killed, and resumed, does what the run left alone does.
+"""Tests that a run that was killed and resumed equals the run left alone.
 
-Also what --resume refuses.
+They also show what --resume refuses and what it leaves untouched.
 """
 
-import shutil
+import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import SOME_COMPLETE, refusal_of
-from launch import read_metrics, start_on_ranks, torchrun
+from conftest import ROOT, SOME_COMPLETE, refusal_of
+from launch import ENVIRONMENT, read_metrics, start_on_ranks, torchrun
 from test_checkpoints import names
 
 import train
-from support.checkpoints import checkpoints
+from support.checkpoints import check_out_dir, checkpoints, config_of
+from support.command import Refused
+from support.config import Config
+from support.log import read_rows
 
 SMALL = [
     "--prompts_per_step=8",
     "--group_size=2",
     SOME_COMPLETE,
-    "--eval_every=3",
+    "--eval_every=2",
     "--eval_problems=8",
     "--save_every=2",
     "--learning_rate=4e-4",
 ]
-FINISHED = [*SMALL, "--steps=5"]
 
 
 def reproducible(rows: list[dict]) -> list[dict]:
-    """The metrics without seconds and memory, which differ between equal runs."""
+    """Return the metrics without seconds and memory, which differ in equal runs."""
     measured = ("_seconds", "peak_memory_gb")
     return [
         {name: value for name, value in row.items() if not name.endswith(measured)}
@@ -36,60 +41,75 @@ def reproducible(rows: list[dict]) -> list[dict]:
 
 
 def assert_same_run(out: Path, alone: Path) -> None:
-    """Metrics, samples and weights are equal, bit for bit."""
+    """Assert that metrics, samples and weights are equal, bit for bit."""
     assert reproducible(read_metrics(out)) == reproducible(read_metrics(alone))
     for name in "samples.jsonl", "model/model.safetensors":
         assert (out / name).read_bytes() == (alone / name).read_bytes(), name
 
 
-def test_stopped_in_a_step_and_resumed_a_run_equals_the_one_left_alone_bit_for_bit(
-    train_here, tmp_path, monkeypatch
-):
-    flags = [*SMALL, "--steps=4", "--lag=2"]
-    rows = train_here(*flags, out_dir=tmp_path / "alone")
-    assert any(row["groups_with_signal"] > 0 for row in rows[1:])
+def stop_in_step(fatal_step: int, patch: pytest.MonkeyPatch) -> None:
+    """Make the run fail in this step, before its update."""
     apply_gradient = train.apply_gradient
 
     def stop(policy, optimizer, cfg, step):
-        if step == 3:
+        if step == fatal_step:
             raise KeyboardInterrupt
         return apply_gradient(policy, optimizer, cfg, step)
 
+    patch.setattr(train, "apply_gradient", stop)
+
+
+# With lag 2 the checkpoint of step 2 holds the batches of steps 3 and 4. The batches of
+# steps 5 to 7 are sampled after the resume.
+def test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit(
+    train_here, tmp_path, capsys
+):
+    flags = [*SMALL, "--steps=7", "--lag=2"]
+    rows = train_here(*flags, out_dir=tmp_path / "alone")
+    assert any(row["groups_with_signal"] > 0 for row in rows[1:])
     out = tmp_path / "stopped"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "apply_gradient", stop)
-        train_here(*flags, out_dir=out)
+    # The first start, and a start after a kill before the first checkpoint.
+    for step in 1, 3:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            stop_in_step(step, patch)
+            train_here(*flags, "--resume", out_dir=out)
     assert names(out) == ["step-000002"]
+    # A run that takes no further step writes the model of its checkpoint.
+    train_here(*flags, "--resume", "--steps=2", out_dir=out)
+    assert [row["step"] for row in read_metrics(out)] == [0, 1, 2]
+    assert (out / "model/model.safetensors").exists()
+    capsys.readouterr()
     train_here(*flags, "--resume", out_dir=out)
+    assert f"{out}: continues after step 2\n" in capsys.readouterr().out
     assert_same_run(out, tmp_path / "alone")
 
 
 def processes_of(out: Path) -> list[str]:
-    """The processes that have this folder in their command line."""
+    """Return the processes that have this folder in their command line."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_text().split("\0")
-        except OSError:  # it ended meanwhile
+        except OSError:  # It has ended meanwhile.
             continue
         if f"--out_dir={out}" in words:
             found.append(process.name)
     return found
 
 
-# Slow, as a process is really killed. test_checkpoints stops a save at each of its
-# moments. Ranks that share an engine have named
-# memory in common, which a kill does not free.
+# This test is slow because a process is really killed; test_checkpoints stops a save at
+# each of its moments. Ranks that share an engine share named memory, which a kill does
+# not free.
 @pytest.mark.slow
 @pytest.mark.parametrize("rollout_tp", [1, 2])
-def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_bit(
+def test_after_a_kill_of_one_of_two_ranks_torchrun_ends_the_other_and_both_can_resume(
     rollout_tp, tmp_path
 ):
-    flags = [*FINISHED, "--lag=2", f"--rollout_tp={rollout_tp}"]
+    flags = [*SMALL, "--steps=5", "--lag=2", f"--rollout_tp={rollout_tp}"]
     torchrun(2, "train.py", *flags, f"--out_dir={tmp_path / 'alone'}")
     out = tmp_path / "killed"
     flags.append(f"--out_dir={out}")
-    # It ends: launch.run_script waits for five minutes at most.
+    # launch.run_script waits for at most five minutes.
     killed = start_on_ranks(2, "tests/killed.py", "1", "4", *flags)
     assert killed.returncode != 0
     assert "Signal 9 (SIGKILL)" in killed.stdout
@@ -99,7 +119,39 @@ def test_one_of_two_ranks_killed_torchrun_ends_the_other_and_both_go_on_bit_for_
     assert_same_run(out, tmp_path / "alone")
 
 
-# A finished run, and what is refused
+def test_sigterm_prints_how_to_continue_and_the_first_lines_reach_a_file_at_once(
+    tmp_path,
+):
+    code = (
+        "import os; from support.checkpoints import make_out_dir\n"
+        "from support.config import Config; from support.machine import *\n"
+        f"init_distributed(); make_out_dir(Config(out_dir='{tmp_path}/run'))\n"
+        f"os.mkdir('{tmp_path}/run/checkpoints')\n"
+        f"os.mkdir('{tmp_path}/run/checkpoints/step-000020')\n"
+        "os.kill(os.getpid(), 15)"
+    )
+    with open(tmp_path / "log", "w") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stderr == (
+        "-c: ended by SIGTERM; the same command with --resume --out_dir "
+        f"{tmp_path}/run continues after step 20\n"
+    )
+    first_line = (tmp_path / "log").read_text().splitlines()[0]
+    assert first_line.startswith(f"{tmp_path}/run: trains in float32, samples in ")
+
+
+# A finished run
+
+
+FINISHED = [*SMALL, "--eval_every=3", "--steps=5"]
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +166,8 @@ def test_a_run_is_evaluated_and_saved_every_so_many_steps_and_after_the_last(fin
     rows = read_metrics(finished)
     evaluated = [row["step"] for row in rows if "heldout_greedy" in row]
     assert evaluated == [0, 3, 5]
-    assert names(finished) == [
-        "step-000004",
-        "step-000005",
-    ]  # the newest two of 2, 4, 5
+    # Checkpoints were written after steps 2, 4 and 5; the newest two remain.
+    assert names(finished) == ["step-000004", "step-000005"]
 
 
 def test_an_evaluation_that_fails_costs_no_step(
@@ -139,59 +189,194 @@ def test_an_evaluation_that_fails_costs_no_step(
     assert len(checkpoints(out)) == 1
     assert (out / "model").is_dir()
     assert [row["step"] for row in read_metrics(out)] == [0]
-    # The line of step 1 is written by the resumed run, as it was, with the evaluation.
+    # The resumed run writes the unchanged line of step 1, with the evaluation.
     train_here(*flags, "--resume", out_dir=out)
     _, row = read_metrics(out)
-    accuracies = {row["heldout_pass@1"], row["heldout_greedy"]}
+    accuracies = {row.pop("heldout_pass@1"), row.pop("heldout_greedy")}
     assert accuracies <= {part / 8 for part in range(9)}  # of 8 problems
     assert reproducible([row]) == reproducible(read_metrics(finished)[1:2])
 
 
-def test_resume_refuses_fewer_steps_than_are_done(finished):
-    resumed = [*FINISHED, f"--out_dir={finished}", "--resume", "--steps=4"]
-    assert refusal_of(train, *resumed).endswith(
-        f"{finished} has made 5 steps; steps is 4"
-    )
+def test_a_finished_run_resumed_with_other_memory_or_rate_changes_no_number_or_config(
+    finished, train_here, capsys
+):
+    files = ("config.json", "model/model.safetensors")
+    before = read_metrics(finished), [(finished / name).read_bytes() for name in files]
+    (finished / "model/model.safetensors").unlink()
+    memory = "--micro_batch_tokens=999 --gradient_checkpointing --kv_cache_gb=0.05"
+    changed = [*memory.split(), "--max_num_seqs=64", "--learning_rate=1e-5"]
+    train_here(*FINISHED, "--resume", *changed, out_dir=finished)
+    after = read_metrics(finished), [(finished / name).read_bytes() for name in files]
+    assert after == before
+    # The change is printed, and recorded beside config.json.
+    assert "learning_rate was 0.0004 and is now 1e-05\n" in capsys.readouterr().out
+    [resumed] = map(json.loads, open(finished / "resumes.jsonl"))
+    assert resumed["step"] == 5
+    assert resumed["changed"]["learning_rate"] == [4e-4, 1e-5]
+    assert resumed["changed"]["max_num_seqs"] == [256, 64]
 
 
-def test_an_out_dir_that_exists_is_refused_without_resume(finished):
-    assert "exists: choose another, or --resume" in refusal_of(
-        train, f"--out_dir={finished}"
-    )
+# What is refused, without an engine
 
 
-def test_resume_needs_an_out_dir_with_a_complete_checkpoint(tmp_path):
+@pytest.fixture
+def stored(tmp_path):
+    """Write the folder of a run with its last checkpoint at step `done`, if any."""
+
+    def write(done: int, **fields) -> Path:
+        config = config_of(Config(out_dir=str(tmp_path), **fields))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        rows = [json.dumps({"step": step}) + "\n" for step in range(done + 1)]
+        (tmp_path / "metrics.jsonl").write_text("".join(rows))
+        (tmp_path / "samples.jsonl").write_text("".join(rows[1:]))
+        if done:
+            (tmp_path / f"checkpoints/step-{done:06}").mkdir(parents=True)
+        return tmp_path
+
+    return write
+
+
+def resume_refusal(out: Path, **fields) -> str:
+    """Return the sentence that refuses to resume with these fields, or ""."""
+    try:
+        check_out_dir(Config(out_dir=str(out), resume=True, **fields))
+    except Refused as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def another(value):
+    """Return a value that differs from this one and is allowed in its field."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, dict):
+        return {"eps": 0.3}
+    return f"{value}2" if isinstance(value, str) else value / 2 or 1
+
+
+NEUTRAL = """out_dir eval_every save_every resume verbose micro_batch_tokens
+    gradient_checkpointing rollout_tp kv_cache_gb max_num_seqs""".split()
+WITH_A_CHECKPOINT = [*NEUTRAL, "learning_rate", "warmup_updates"]
+
+
+@pytest.mark.parametrize("done, neutral", [(0, NEUTRAL), (4, WITH_A_CHECKPOINT)])
+def test_a_resumed_run_may_change_only_fields_that_do_not_affect_what_it_learns(
+    done, neutral, stored
+):
+    out = stored(done)
+    cfg = Config(out_dir=str(out), resume=True)
+    for name, value in cfg.model_dump(exclude={"out_dir", "resume", "steps"}).items():
+        changed = cfg.model_copy(update={name: another(value)})
+        if name in neutral:
+            check_out_dir(changed)
+        else:
+            with pytest.raises(Refused) as refused:
+                check_out_dir(changed)
+            start = f"--resume: {name} was {value!r} in {out} and is {another(value)!r}"
+            assert str(refused.value).startswith(start)
+
+
+def test_another_number_of_ranks_is_refused(stored, monkeypatch):
+    out = stored(4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resume_refusal(out).startswith(f"--resume: ranks was 1 in {out} and is 2")
+
+
+# The run was to take 60 steps and has a checkpoint of step 20.
+@pytest.mark.parametrize(
+    "lag, steps, sentence",
+    [
+        (0, 90, ""),
+        (0, 30, ""),
+        (0, 20, ""),
+        (0, 19, "has done 20 steps, but steps is 19"),
+        (4, 20, ""),  # No step is left, so no batch is needed.
+        (4, 30, "steps was 60 in "),  # It would have sampled fewer batches ahead.
+        (4, 90, "steps was 60 in "),
+    ],
+)
+def test_with_a_lag_a_resumed_run_may_only_have_all_steps_or_no_further_one(
+    lag, steps, sentence, stored
+):
+    refusal = resume_refusal(stored(20, lag=lag), lag=lag, steps=steps)
+    assert sentence in refusal
+    assert bool(sentence) == bool(refusal)
+
+
+def test_resume_needs_an_out_dir_and_no_resume_needs_a_free_one(stored):
+    assert refusal_of(train, "--resume").startswith("--resume: give the folder of")
+    sentence = "exists: choose another, or --resume a run of train.py"
+    assert sentence in refusal_of(train, f"--out_dir={stored(4)}")
+
+
+def test_resume_starts_in_a_folder_in_which_nothing_was_done(tmp_path):
+    assert resume_refusal(tmp_path / "missing") == ""
+    (tmp_path / "config.json").touch()  # A kill may come before it is written.
     (tmp_path / "checkpoints/unfinished").mkdir(parents=True)
-    for flags in [], [f"--out_dir={tmp_path}"]:
-        assert "has no complete checkpoint" in refusal_of(train, "--resume", *flags)
+    assert resume_refusal(tmp_path) == ""
+
+
+def test_resume_does_not_start_where_a_run_has_ended_without_checkpoints(stored):
+    out = stored(0)
+    (out / "model").mkdir()
+    assert "has ended, and has no checkpoint to continue from" in resume_refusal(out)
+
+
+def test_other_folders_beside_the_checkpoints_are_ignored(stored):
+    out = stored(20)
+    for name in "step-backup", "step-000030.old", "unfinished":
+        (out / "checkpoints" / name).mkdir()
+    assert [path.name for path in checkpoints(out)] == ["step-000020"]
+    # Above 999,999 steps a name has more digits.
+    (out / "checkpoints/step-1000000").mkdir()
+    assert checkpoints(out)[-1].name == "step-1000000"
+
+
+DEEP = b"[" * 100_000
 
 
 @pytest.mark.parametrize(
-    "flags, ranks, sentence",
-    [
-        ("--lag=1", 1, "lag was 0 in"),
-        ("--objective=grpo", 1, "objective was 'p3o' in"),
-        ("--steps=9", 2, "ranks was 1 in"),  # more steps would be taken
-        ("--steps=9 --lag=1", 1, "steps was 5 in"),  # but not with a lag
-    ],
+    "content",
+    [None, b"", b'{"steps": 60', b"[1]", b"\0" * 9, b"\xff", DEEP, b'{"steps": 60}'],
 )
-def test_resume_refuses_a_changed_field_and_another_number_of_ranks(
-    flags, ranks, sentence, finished, monkeypatch
-):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    resumed = [*FINISHED, f"--out_dir={finished}", "--resume"]
-    refused = refusal_of(train, *resumed, *flags.split())
-    assert refused.startswith(f"--resume: {sentence}")
+def test_a_config_json_that_cannot_be_read_is_refused(content, stored):
+    out = stored(4)
+    path = out / "config.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    assert resume_refusal(out).startswith(f"--resume: {path} cannot be read: ")
+    assert path.exists() == (content is not None)
 
 
-def test_a_finished_run_resumed_with_other_memory_writes_its_model_again_and_no_line(
-    finished, train_here
+# A checkpoint of step 4 needs the rows of steps 1 to 3. The row of step 4 is written
+# only after the checkpoint.
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("step", [2, 4, 5])
+@pytest.mark.parametrize(
+    "line", [b"\n", b"\0\0\n", b'{"ste\n', b"7\n", b"{}\n", b"\xff\n", DEEP]
+)
+def test_a_damaged_row_is_refused_by_its_line_or_dropped_if_no_row_is_lost(
+    line, step, name, stored
 ):
-    weights = (finished / "model/model.safetensors").read_bytes()
-    before = read_metrics(finished)
-    shutil.rmtree(finished / "model")
-    memory = "--micro_batch_tokens=999 --gradient_checkpointing --kv_cache_gb=0.05"
-    more = [*memory.split(), "--max_num_seqs=64"]
-    train_here(*FINISHED, "--resume", *more, out_dir=finished)
-    assert read_metrics(finished) == before
-    assert (finished / "model/model.safetensors").read_bytes() == weights
+    path = stored(5) / name
+    (path.parent / "checkpoints/step-000005").rename(
+        path.parent / "checkpoints/step-000004"
+    )
+    lines = path.read_bytes().splitlines(keepends=True)
+    index = next(i for i, row in enumerate(lines) if json.loads(row)["step"] == step)
+    path.write_bytes(b"".join(lines[:index]) + line + b"".join(lines[index + 1 :]))
+    if step == 2:
+        sentence = f"--resume: {path}, line {index + 1}, is not a row of step 1 or 2: "
+        assert resume_refusal(path.parent).startswith(sentence)
+    else:
+        assert resume_refusal(path.parent) == ""
+        last = read_rows(path, 4)[0][-1]["step"]
+        assert last == min(step - 1, 4)
+
+
+def test_an_empty_file_of_rows_is_refused_and_a_missing_one_is_not(stored):
+    out = stored(4)
+    (out / "metrics.jsonl").write_text("")
+    assert "metrics.jsonl, line 1, is not a row of step 0 or 1" in resume_refusal(out)
+    (out / "metrics.jsonl").unlink()
+    assert resume_refusal(out) == ""
