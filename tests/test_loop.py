@@ -462,7 +462,7 @@ def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run
     assert len(lines) == 2 + 3 + 1 + 2 + 5 + 1, run.printed
     before, last = run.metrics[0], run.metrics[-1]
     assert f"  e_B {last['ess']:.4f}  KL {last['mismatch_kl']:.1e}  " in lines[4]
-    assert re.search(r" \d+\.\d s  0 s left  held-out pass@1 ", lines[4])
+    assert re.search(r" \d+\.\d s  0:00:00 left  held-out pass@1 ", lines[4])
     for name, title in ("pass@1", "sampled"), ("greedy", "greedy "):
         values = before[f"heldout_{name}"], last[f"heldout_{name}"]
         assert "held-out pass@1, {}{:8.3f}{:8.3f}".format(title, *values) in lines

@@ -100,7 +100,8 @@ TOP_TOKENS = (
     "test_log_pi_b_is_renormalized_to_the_support_and_minus_infinity_outside"
 )
 RESTORED = (
-    "test_checkpoints.test_moments_metrics_and_waiting_rollouts_come_back_bit_for_bit"
+    "test_checkpoints."
+    "test_a_checkpoint_restores_moments_metrics_and_unused_rollouts_bit_for_bit"
 )
 ENDS_EARLY = (
     "test_checkpoints."
