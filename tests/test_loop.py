@@ -1,7 +1,7 @@
-"""The loop of train.py: what each phase hands to the next one, and whole short runs.
+"""The loop of train.py: what each phase hands to the next, and whole short runs.
 
-A loop that is wrong may still learn, only worse, and no number that it prints says so.
-Each test here is about one line of the loop that such a fault can hide in.
+A wrong loop may still learn, only less well, and no number that it prints shows it.
+Each test is about a line of the loop in which such a fault could hide.
 """
 
 import json
@@ -18,7 +18,7 @@ from launch import assert_same_metrics, read_metrics, run_script, torchrun
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
-from eval import EvalConfig, evaluate, load_benchmarks
+from eval import EvalConfig, evaluate, heldout_accuracy, load_benchmarks
 from reward import compute_rewards, score
 from rollout import Rollouts
 from support.command import Refused, parse_flags
@@ -51,7 +51,7 @@ def test_runs_of_different_seeds_have_the_problems_in_different_orders():
 
 @pytest.fixture
 def sums(tmp_path) -> str:
-    """Two problems, and a longer one held out: with a verifier and an instruction."""
+    """A task with two problems, longer held-out ones, a verifier and an instruction."""
     rows = '{"prompt": "1+2", "answer": "3"}\n{"prompt": "10+2", "answer": "12"}\n'
     (tmp_path / "train.jsonl").write_text(rows)
     (tmp_path / "heldout.jsonl").write_text(rows.replace("10+2", "100+20"))
@@ -62,7 +62,8 @@ def sums(tmp_path) -> str:
 def test_longer_prompts_are_dropped_if_a_limit_is_given_and_refused_otherwise(sums):
     _, trained, heldout, _ = load_data(Config(task=sums, eval_problems=1))
     assert (len(trained.prompts), len(heldout.prompts)) == (2, 1)
-    limit = len(trained.prompts[0])  # The other has a digit more, and one held out 3.
+    # The other problem has one digit more, and the longest held-out one has three more.
+    limit = len(trained.prompts[0])
     assert load_data(Config(task=sums))[-1] == limit + 3 + 64  # max_response_tokens
     _, kept, _, _ = load_data(Config(task=sums, max_prompt_tokens=limit))
     assert kept.prompts == trained.prompts[:1]
@@ -117,7 +118,7 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(
     settings = {"temperature": 1.4, "top_p": 0.9, "top_k": 7}
     batch_of(engine, tiny, 2, max_response_tokens=5, seed=3, **settings)
     [call] = asked
-    # Step 2 has the places 4 to 7 of the run.
+    # Step 2 has the groups 4 to 7 of the run.
     problems = len(tiny.train.prompts)
     indices = problem_indices(3, problems, range(4, 8))
     assert call.pop("prompts") == [tiny.train.prompts[index] for index in indices]
@@ -219,18 +220,18 @@ def test_prompts_that_ranks_and_minibatches_cannot_share_equally_are_refused(
 
 @pytest.fixture
 def record(train_here, monkeypatch) -> Any:
-    """Runs train.py here, and returns what its functions were given and returned.
+    """Run train.py in this process; return what its functions received and returned.
 
-    A run of `steps` has `metrics`, the `updates` (step, objective, rows, statistics,
-    optimizer's rate and decay) and the `batches` by the step that they were sampled
-    for. By default no response is complete, and no group has a signal.
+    The result has the `metrics`, the `updates` (step, objective, rows, statistics,
+    learning rate and weight decay), and the `batches` by the step for which they were
+    sampled. By default no response is complete and no group has a signal.
     """
 
     def run(*flags: str) -> SimpleNamespace:
         seen = SimpleNamespace(updates=[], batches={})
 
         def recording_update(policy, optimizer, objective, rollouts, rows, cfg, step):
-            of_weights = dict(optimizer.param_groups[0])
+            options = dict(optimizer.param_groups[0])
             stats = update(policy, optimizer, objective, rollouts, rows, cfg, step)
             seen.updates.append(
                 SimpleNamespace(
@@ -239,8 +240,8 @@ def record(train_here, monkeypatch) -> Any:
                     rollouts=rollouts,
                     rows=rows,
                     stats=stats,
-                    rate=of_weights["lr"],
-                    decay=of_weights["weight_decay"],
+                    rate=options["lr"],
+                    decay=options["weight_decay"],
                     asleep=KEPT[-1].asleep,
                 )
             )
@@ -268,10 +269,10 @@ def record(train_here, monkeypatch) -> Any:
 
 def test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls(record):
     run = record("--steps=5", "--lag=2", "--minibatches=1", SOME_COMPLETE)
-    # The weights of step - 1 - lag, or the first ones: step 1 fills the queue.
+    # Weights are those of step - 1 - lag, or the initial ones: step 1 fills the queue.
     versions = [row["weight_version"] for row in run.metrics]
     assert versions == ["0", "0", "0", "1", "2"]
-    # Every batch is used in the step that it was sampled for, and none is left over.
+    # Every batch is used in the step for which it was sampled, and none is left over.
     assert list(run.batches) == [1, 2, 3, 4, 5]
     for updated in run.updates:
         assert updated.rollouts is run.batches[updated.step]
@@ -290,8 +291,8 @@ def test_every_update_has_the_objective_of_the_run(record):
 
 def test_each_pass_goes_through_all_groups_in_their_order(record):
     run = record("--steps=1", "--prompts_per_step=6", "--minibatches=3", "--passes=2")
-    # Minibatch i has the groups 2 i and 2 i + 1, of 4 rows each, and so on two ranks:
-    # rank r has the groups r, 2 + r and 4 + r, and the i-th of them is 2 i + r.
+    # Minibatch i has the groups 2 i and 2 i + 1 of 4 rows each. On two ranks it has the
+    # same: rank r has the groups r, 2 + r and 4 + r, and the i-th of them is 2 i + r.
     rows = [updated.rows.tolist() for updated in run.updates]
     assert rows == 2 * [list(range(8 * i, 8 * i + 8)) for i in range(3)]
     # Without a warm-up the first update has the rate of the others.
@@ -313,14 +314,14 @@ def test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b(record
     )
     assert [updated.step for updated in run.updates] == [1] * 4 + [2] * 4
     for row in run.metrics:
-        of_step = [up.stats for up in run.updates if up.step == row["step"]]
+        step_stats = [up.stats for up in run.updates if up.step == row["step"]]
         for name in "loss", "mismatch_kl", "ess", "ratio", "above_ess", "grad_norm":
-            mean = sum(stats[name] for stats in of_step) / 4
+            mean = sum(stats[name] for stats in step_stats) / 4
             assert row[name] == pytest.approx(mean, rel=1e-6), name
-        assert row["ess_min"] == min(stats["ess"] for stats in of_step)
-        # The first update is the one before which nothing has moved.
-        assert row["logprob_abs_diff"] == of_step[0]["logprob_abs_diff"] < 1e-4
-        assert row["ess_min"] < 0.999 < of_step[0]["ess"]
+        assert row["ess_min"] == min(stats["ess"] for stats in step_stats)
+        # Before the first update the policy has not moved yet.
+        assert row["logprob_abs_diff"] == step_stats[0]["logprob_abs_diff"] < 1e-4
+        assert row["ess_min"] < 0.999 < step_stats[0]["ess"]
         batch = run.batches[row["step"]]
         entropy = -batch.logp_behavior[batch.mask].mean().item()
         assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
@@ -341,14 +342,14 @@ def test_the_rate_warms_up_over_updates_and_weights_decay_as_configured(record):
         *("--learning_rate=0.1", "--weight_decay=0.3"),
     )
     rates = [updated.rate for updated in run.updates]
-    # Four updates a step: the sixth is the second one of step 2.
+    # A step has four updates, so the sixth is the second one of step 2.
     assert rates == pytest.approx([min(n, 6) / 60 for n in range(1, 9)])
     assert {updated.decay for updated in run.updates} == {0.3}
 
 
 def test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts(record):
-    # pi_theta is tiny at T = 1.5, in the trainer and in the engine. At T = 1 in one of
-    # the two, the ratios of such a batch are 0.3 nats off in the mean.
+    # pi_theta is tiny at T = 1.5, in the trainer and in the engine. If one of them had
+    # T = 1, log rho would be off by 0.3 nats on average.
     run = record("--steps=1", "--temperature=1.5", "--policy_temperature=1.5")
     assert run.metrics[0]["logprob_abs_diff"] < 1e-6
 
@@ -361,7 +362,7 @@ def test_the_policy_has_the_settings_of_the_run(train_here, monkeypatch):
     flags = "--dtype=bfloat16", "--policy_temperature=0.7", "--gradient_checkpointing"
     with pytest.raises(LookupError) as given:
         train_here(*flags)
-    # It is built in the memory of an engine that sleeps.
+    # The policy is built while the engine sleeps, in its memory.
     assert given.value.args == ("tiny", "bfloat16", 0.7, True, True)
 
 
@@ -382,7 +383,24 @@ def test_what_is_evaluated_is_the_policy_and_its_greedy_decoding(
         assert call == {"n": 1, "max_tokens": cfg.max_response_tokens}
 
 
-OF_ENGINES = {
+def full_reward_for_even_sums(responses: list[str], golds: list[str]) -> list[float]:
+    """A verifier: 1 for an even gold answer and 0.5 for an odd one."""
+    return [0.5 if int(gold) % 2 else 1.0 for gold in golds]
+
+
+def test_a_partial_reward_is_not_a_solved_problem(engine, policy, few):
+    golds = [int(problem["answer"]) for problem in few.problems]
+    even = sum(gold % 2 == 0 for gold in golds)
+    assert even not in (0, len(golds) / 2, len(golds))
+    partial = few._replace(verifier="test_loop:full_reward_for_even_sums")
+    accuracy = even / len(golds)
+    assert heldout_accuracy(engine, partial, 1.0, max_tokens=1) == {
+        "heldout_pass@1": accuracy,
+        "heldout_greedy": accuracy,
+    }
+
+
+ENGINE_FIELDS = {
     "rollout_tp": 2,
     "rollout_dtype": "bfloat16",
     "rollout_quantization": "fp8_per_channel",
@@ -395,8 +413,8 @@ OF_ENGINES = {
 
 def test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8(monkeypatch):
     monkeypatch.setattr(train, "Engine", lambda *given, **options: (given, options))
-    engine, evaluator = build_engines(Config(model="m", **OF_ENGINES), 100)
-    of_both = {
+    engine, evaluator = build_engines(Config(model="m", **ENGINE_FIELDS), 100)
+    options = {
         "load_format": "dummy",
         "tp": 2,
         "dtype": "bfloat16",
@@ -404,13 +422,13 @@ def test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8(monke
         "max_num_seqs": 9,
         "verbose": True,
     }
-    of_rollouts = {
+    rollout_options = {
         "quantization": "fp8_per_channel",
         "top_logprobs": 3,
         "can_sleep": True,
     }
-    assert engine == (("m", 100), of_both | of_rollouts)
-    assert evaluator == (("m", 100), of_both)
+    assert engine == (("m", 100), options | rollout_options)
+    assert evaluator == (("m", 100), options)
 
 
 # Whole runs
@@ -418,9 +436,9 @@ def test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8(monke
 
 SHORT = [
     *("--prompts_per_step=16", "--learning_rate=8e-4", "--warmup_updates=2"),
-    # 31 problems cannot be shared out equally.
+    # 31 problems cannot be divided equally among ranks.
     *("--eval_every=0", "--eval_problems=31"),
-    # In bfloat16 a batch of another size rounds otherwise, which flips single samples.
+    # In bfloat16 the rounding depends on the batch size, which flips single samples.
     "--rollout_dtype=float32",
     "--max_response_tokens=64",
 ]
@@ -428,7 +446,7 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """A short training run, as a user starts it: its folder, metrics and print."""
+    """A short training run as a user starts it: its folder, metrics and output."""
     out = tmp_path_factory.mktemp("runs") / "short"
     command = [sys.executable, "train.py", "--steps=2", f"--out_dir={out}"]
     done = run_script(command + SHORT)
@@ -452,13 +470,13 @@ def test_two_ranks_do_what_one_rank_does(run, tmp_path):
     assert_same_metrics(read_metrics(out), run.metrics)
 
 
-def test_a_run_prints_a_line_a_step_and_a_table_and_nothing_of_the_libraries(run):
+def test_a_run_prints_a_line_per_step_and_a_table_and_nothing_of_the_libraries(run):
     assert run.printed.startswith(f"{run.out}: trains in float32")
     lines = list(filter(str.strip, run.printed.splitlines()))
     steps = [int(line.split()[1]) for line in lines if line.startswith("step")]
     assert steps == [0, 1, 2]  # 0 is before training
-    # The others: where it writes, what the columns are, a head, two accuracies, four
-    # phases and all of it, its files.
+    # The other lines: the folder, the columns, a heading, two accuracies, seconds of
+    # four phases and of the run, its files.
     assert len(lines) == 2 + 3 + 1 + 2 + 5 + 1, run.printed
     before, last = run.metrics[0], run.metrics[-1]
     assert f"  e_B {last['ess']:.4f}  KL {last['mismatch_kl']:.1e}  " in lines[4]
@@ -510,7 +528,7 @@ def test_a_sample_has_the_whole_prompt_that_was_sent_and_its_responses_reward(ru
             assert sample["answer"] == answer
 
 
-def test_the_trained_model_says_the_same_in_transformers_and_in_vllm(
+def test_the_trained_model_gives_the_same_text_in_transformers_and_in_vllm(
     run, build_engine, prompts
 ):
     folder = run.out / "model"

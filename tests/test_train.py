@@ -1,7 +1,7 @@
-"""`update` of train.py, one optimizer step on the batch B, on real parts.
+"""`update` of train.py: one optimizer step on the batch B, with the real parts.
 
-e_B and the gradient are held against plain autograd on the whole batch, on one rank and
-on two, in micro-batches of any size. And the optimizer: its rate, clipping, decay.
+e_B and the gradient are compared with plain autograd on the whole batch, on one rank
+and on several, in micro-batches of any size.
 """
 
 import math
@@ -41,10 +41,10 @@ CPU = torch.device("cpu")
 def plain_update(
     model: torch.nn.Module, rollouts: Rollouts
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """What (11) and (12) give on the whole batch at once, by autograd alone.
+    """Compute (11) and (12) on the whole batch at once, with nothing but autograd.
 
-    The gradient of all weights, as one vector, and the statistics of `update`. The KL
-    is summed over the vocabulary, all of which the engine has listed.
+    Returns the gradient of all weights, as one vector, and the statistics of `update`.
+    The KL is summed over the whole vocabulary, which the engine has listed.
     """
     row, t = rollouts.mask.nonzero(as_tuple=True)  # [M], for M response tokens
     position = rollouts.prompt_length[row] + t
@@ -81,8 +81,8 @@ def distance(gradient: torch.Tensor, expected: torch.Tensor) -> float:
 def stale(engine, prompts, tmp_path_factory) -> SimpleNamespace:
     """A batch that tiny sampled, and a policy that has moved away since then.
 
-    Its `folder` has both, as gradient_on_ranks.py wants them. `gradient` and `stats`
-    are what they should give.
+    `folder` has both in the form that gradient_on_ranks.py reads. `gradient` and
+    `stats` are the expected results.
     """
     folder = tmp_path_factory.mktemp("stale")
     model = AutoModelForCausalLM.from_pretrained("tiny")
@@ -92,12 +92,12 @@ def stale(engine, prompts, tmp_path_factory) -> SimpleNamespace:
     generator = torch.Generator().manual_seed(0)
     advantage = torch.randn(len(rollouts.text), 1, generator=generator)
     rollouts.advantage = advantage * rollouts.mask
-    rollouts.reward = torch.arange(len(rollouts.text))  # by which rows are known
+    rollouts.reward = torch.arange(len(rollouts.text))  # identifies the rows
     add_noise(model, 0.04)
     torch.save(rollouts, folder / "rollouts.pt")
     model.save_pretrained(folder / "model")
     gradient, stats = plain_update(model, rollouts)
-    # e_B cuts many weights, and the KL counts: a wrong e_B or KL shows.
+    # e_B caps many weights and the KL counts, so a wrong e_B or KL would show.
     assert 0.1 < stats["ess"] < 0.94
     assert 0.05 < stats["above_ess"] < 0.95
     assert stats["mismatch_kl"] > 0.01
@@ -146,32 +146,35 @@ def test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set(
     # 1/2). All three give 1/2 log 2 + 1/4 log 1 + 1/4 log 1/2. The two alone are (2/3,
     # 1/3) and (1/2, 1/2).
     logp = torch.tensor([[[1 / 2, 1 / 4]]]).log()
-    part = SimpleNamespace(top_logp_behavior=torch.tensor([[[1 / 4, 1 / 4]]]).log())
-    kl = kl_at_positions(logp, part, Config(**fields))
+    behavior = torch.tensor([[[1 / 4, 1 / 4]]]).log()
+    batch = SimpleNamespace(top_logp_behavior=behavior)
+    kl = kl_at_positions(logp, batch, Config(**fields))
     assert kl.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(stale) -> dict:
-    """What gradient_on_ranks.py finds on two ranks."""
+    """The results of gradient_on_ranks.py on two ranks."""
     torchrun(2, "tests/gradient_on_ranks.py", str(stale.folder))
     return torch.load(stale.folder / "ranks-2.pt")
 
 
 @pytest.mark.parametrize("tokens", MICRO_BATCHES)
-def test_nor_do_two_ranks(tokens, two_ranks, stale):
+def test_two_ranks_change_neither_e_b_nor_the_gradient(tokens, two_ranks, stale):
     assert_right(two_ranks[tokens], stale)
 
 
 def test_in_bfloat16_the_gradients_of_two_ranks_are_added_in_float32(two_ranks):
     gradient, _ = two_ranks["bfloat16"]
-    # Each rank's is in bfloat16. The sum of two such numbers mostly has more bits.
+    # The gradient of each rank is bfloat16; the sum of two such numbers has more bits.
     assert not torch.equal(gradient.bfloat16().float(), gradient)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_nor_do_four_ranks_of_one_node_and_of_two(nodes, stale):
+def test_four_ranks_on_one_node_or_two_change_neither_e_b_nor_the_gradient(
+    nodes, stale
+):
     # On two nodes the weights are sharded within each and replicated across: HSDP.
     script = "tests/gradient_on_ranks.py"
     torchrun_on_nodes(nodes, 4 // nodes, script, str(stale.folder))
@@ -182,16 +185,18 @@ def test_nor_do_four_ranks_of_one_node_and_of_two(nodes, stale):
 
 
 def with_others(monkeypatch: pytest.MonkeyPatch, all_reduce: Callable) -> None:
-    """train.py's own collectives, on one of two ranks; FSDP keeps its own."""
+    """Replace the collectives of train.py as if a second rank existed; keep FSDP's."""
     others = SimpleNamespace(
         all_reduce=all_reduce, get_world_size=lambda: 2, ReduceOp=dist.ReduceOp
     )
     monkeypatch.setattr(train, "dist", others)
 
 
-def test_nor_does_a_second_rank_with_the_same_responses(stale, trainee, monkeypatch):
-    # Sums over both ranks are twice those of one, and so is |B|. The mean over B, and
-    # the average of two equal gradients, are what they are on one rank.
+def test_a_second_rank_with_the_same_responses_changes_nothing(
+    stale, trainee, monkeypatch
+):
+    # Sums over both ranks are twice those of one rank, and so is |B|. The mean over B
+    # and the average of two equal gradients are those of one rank.
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         if op == dist.ReduceOp.SUM:
             tensor.mul_(2)
@@ -201,7 +206,7 @@ def test_nor_does_a_second_rank_with_the_same_responses(stale, trainee, monkeypa
 
 
 def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(stale, trainee):
-    # The authors' code takes it so. A micro-batch of 300 tokens has some six responses.
+    # The authors' code does this. A micro-batch of 300 tokens has about six responses.
     def with_its_own(logp, logp_behavior, advantage, kl, e_b):
         sums = ratio_sums(logp - logp_behavior, mask=logp_behavior != 0)
         own = effective_sample_size(sums).item()
@@ -222,15 +227,14 @@ def test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large(
     tokens, stale
 ):
     rows = torch.tensor([9, 2, 30, 4, 5, 17, 1])
-    parts = micro_batches(stale.rollouts, rows, tokens, CPU)
-    sizes = [len(part.text) for part in parts]
-    assert all(sizes)
-    found = torch.cat([part.reward for part in parts])
+    batches = micro_batches(stale.rollouts, rows, tokens, CPU)
+    assert all(batch.text for batch in batches)
+    found = torch.cat([batch.reward for batch in batches])
     assert sorted(found.tolist()) == sorted(rows.tolist())
-    for part in parts:
-        assert part.text == [stale.rollouts.text[row] for row in part.reward]
-        assert len(part.text) == 1 or part.tokens.numel() <= tokens
-    assert len(parts) == {ROW: 7, WHOLE: 1}.get(tokens, len(parts))
+    for batch in batches:
+        assert batch.text == [stale.rollouts.text[row] for row in batch.reward]
+        assert len(batch.text) == 1 or batch.tokens.numel() <= tokens
+    assert len(batches) == {ROW: 7, WHOLE: 1}.get(tokens, len(batches))
 
 
 def test_ranks_make_equally_many_micro_batches_as_the_longest_allows(
@@ -241,9 +245,9 @@ def test_ranks_make_equally_many_micro_batches_as_the_longest_allows(
         longest.clamp_(min=150)  # on another rank
 
     with_others(monkeypatch, all_reduce)
-    parts = micro_batches(stale.rollouts, torch.arange(32), 600, CPU)
-    # 600 tokens have room for 4 responses of 150, so 32 responses make 8 parts.
-    assert [len(part.text) for part in parts] == [4] * 8
+    batches = micro_batches(stale.rollouts, torch.arange(32), 600, CPU)
+    # 600 tokens have room for 4 responses of 150, so 32 responses make 8 micro-batches.
+    assert [len(batch.text) for batch in batches] == [4] * 8
 
 
 @pytest.mark.parametrize("tokens", [ROW, 300, WHOLE])
@@ -254,9 +258,9 @@ def test_only_the_last_micro_batch_needs_no_second_forward_pass(tokens, stale, t
     )
     gradient_of(trainee, stale.rollouts, micro_batch_tokens=tokens)
     hook.remove()
-    parts = micro_batches(stale.rollouts, torch.arange(32), tokens, CPU)
-    # A single micro-batch makes a single pass. Only a pass with gradient keeps a graph.
-    assert calls == [False] * (len(parts) - 1) + [True] * len(parts)
+    count = len(micro_batches(stale.rollouts, torch.arange(32), tokens, CPU))
+    # A batch of one micro-batch takes one forward pass, with a gradient.
+    assert calls == [False] * (count - 1) + [True] * count
 
 
 # The optimizer
@@ -266,7 +270,7 @@ def test_a_gradient_is_clipped_to_max_grad_norm(stale, trainee):
     limit = stale.stats["grad_norm"] / 10
     gradient, stats = gradient_of(trainee, stale.rollouts, max_grad_norm=limit)
     assert gradient.norm() == pytest.approx(limit, rel=1e-4)
-    # What is logged is the norm before it was clipped.
+    # The norm before clipping is logged.
     assert stats["grad_norm"] == pytest.approx(stale.stats["grad_norm"], rel=1e-4)
 
 
@@ -282,14 +286,14 @@ def test_in_bfloat16_weights_and_log_probabilities_stay_float32(stale, trainee, 
         logp, top_logp = half(stale.rollouts)
         expected, _ = trainee(stale.rollouts)
     assert logp.dtype == top_logp.dtype == torch.float32
-    # bfloat16 has 8 bits: 0.4% of an activation. Rounding the embedding alone, with
-    # layers in float32, gives 0.0025.
+    # bfloat16 has 8 significant bits, so activations are off by 0.4%. If only the
+    # embedding were rounded, and layers computed in float32, the error would be 0.0025.
     error = (logp - expected).abs()[stale.rollouts.mask].mean()
     assert 0.004 < error < 0.02
 
 
 def test_each_layer_is_gathered_by_itself(trainee):
-    # All at once would be the whole model on each rank.
+    # Otherwise each rank would hold the whole model at once.
     for layer in trainee.model.base_model.layers:
         assert isinstance(layer, FSDPModule)
 
@@ -309,7 +313,7 @@ def test_a_number_that_is_not_finite_stops_the_run_with_the_step(stale, trainee)
             gradient_of(trainee, with_nan(stale.rollouts, name))
 
 
-def test_of_two_ranks_both_stop_where_one_has_such_a_number(two_ranks):
+def test_both_ranks_stop_if_one_has_a_number_that_is_not_finite(two_ranks):
     for name, sentence in NOT_FINITE.items():
         first, second = two_ranks[name]
         assert first == second
@@ -324,7 +328,7 @@ def test_two_ranks_hand_out_whole_weights_and_save_the_whole_model(two_ranks, st
         return AutoModelForCausalLM.from_pretrained(stale.folder / folder).state_dict()
 
     expected = state_of("model")
-    # The tied head is there under both its names: an engine wants both.
+    # The tied head has to be there under both of its names, because engines need both.
     assert "lm_head.weight" in expected
     for found in dict(two_ranks["weights"]), state_of("saved"):
         assert sorted(found) == sorted(expected)

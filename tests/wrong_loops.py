@@ -80,7 +80,7 @@ BATCH = "test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gr
 EACH_RESPONSE = (
     "test_train.test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large"
 )
-TWO_RANKS = "test_train.test_nor_does_a_second_rank_with_the_same_responses"
+TWO_RANKS = "test_train.test_a_second_rank_with_the_same_responses_changes_nothing"
 NOT_FINITE = "test_train.test_a_number_that_is_not_finite_stops_the_run_with_the_step"
 HANDED_OUT = (
     "test_sync.test_after_a_check_the_policy_still_hands_out_its_newest_weights"
@@ -403,6 +403,12 @@ MISTAKES: dict[str, Mistake] = {
         '("greedy", 0.0)',
         '("greedy", 1.0)',
         [HELDOUT],
+    ),
+    "a partial reward that counts as solved": Mistake(
+        eval.heldout_accuracy,
+        '["rewards"] == [1.0]',
+        '["rewards"] > [0.0]',
+        ["test_loop.test_a_partial_reward_is_not_a_solved_problem"],
     ),
     "the fp8 copy of the policy evaluated": Mistake(
         train.build_engines, "else build()", "else engine", [ENGINES]
