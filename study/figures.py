@@ -1,4 +1,4 @@
-"""One style for all figures of study/."""
+"""Draws the figures of study/ in one style."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,8 +9,8 @@ from matplotlib import pyplot as plt
 
 from study.runs import Runs, select, series
 
-# An objective has the same color in every figure. The first five, which stand together,
-# are told apart by color-blind readers too.
+# An objective has the same color in every figure. Color-blind readers can distinguish
+# the first five, which appear together.
 COLORS = {
     "p3o": "#0072B2",
     "grpo 0.2": "#D55E00",
@@ -45,12 +45,12 @@ COLORS = {
 
 
 def color_of(objective: str) -> str:
-    """The color of an objective; black for one that stands in no figure."""
+    """Return the color of an objective, black if it has none."""
     return COLORS.get(objective, "black")
 
 
 def panels(count: int, height: float = 3.4, **options: Any) -> tuple[Any, list[Any]]:
-    """A figure and its panels, side by side with one vertical axis."""
+    """Return a figure and its panels, side by side with a common vertical axis."""
     options = {"sharey": True} | options
     figure, axes = plt.subplots(
         1,
@@ -68,14 +68,15 @@ def panels(count: int, height: float = 3.4, **options: Any) -> tuple[Any, list[A
 def draw_by_step(
     runs: Runs, objectives: Sequence[str], shown: list[tuple[str, str, str]], path: Path
 ) -> None:
-    """A panel for each title, mismatch and metric that is shown, with all objectives.
+    """Draw a panel with all objectives for each (title, mismatch, metric) of `shown`.
 
-    A thin line is a run, a thick one the mean over seeds, where all have a value.
+    A thin line is a run. A thick line is the mean over seeds, at steps at which all of
+    them have a value.
     """
     same_metric = len({metric for _, _, metric in shown}) == 1
     figure, axes = panels(len(shown), sharey=same_metric)
     for axis, (title, mismatch, metric) in zip(axes, shown, strict=True):
-        for objective in reversed(objectives):  # The first one is on top.
+        for objective in reversed(objectives):  # The first one is drawn last, on top.
             color = color_of(objective)
             values_at: dict[int, list[float]] = {}
             same = select(runs, mismatch=mismatch, objective=objective).values()
@@ -97,7 +98,7 @@ def draw_by_step(
 
 
 def add_legend(figure: Any, objectives: Iterable[str]) -> None:
-    """One legend below all panels of a figure."""
+    """Add one legend below all panels of a figure."""
     handles = [
         plt.Line2D([], [], color=color_of(objective), label=objective)
         for objective in objectives
@@ -106,7 +107,7 @@ def add_legend(figure: Any, objectives: Iterable[str]) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure."""
+    """Write a figure, and print its path."""
     figure.savefig(path, dpi=110)
     plt.close(figure)
     print(path)

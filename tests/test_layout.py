@@ -72,5 +72,5 @@ def test_an_environment_of_another_machine_is_refused_not_used(tmp_path):
         text=True,
     )
     assert done.returncode != 0
-    assert f"{tmp_path} is from requirements.txt" in done.stderr
+    assert f"{tmp_path} was made from requirements.txt" in done.stderr
     assert "torchrun" not in done.stdout

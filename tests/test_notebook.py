@@ -1,4 +1,4 @@
-"""notebooks/walkthrough.ipynb is made of walkthrough.py, and runs to its end."""
+"""notebooks/walkthrough.ipynb is built from walkthrough.py and runs to its end."""
 
 import nbformat
 import pytest
@@ -9,12 +9,12 @@ from notebooks.build import NOTEBOOK, SOURCE, cells_of, execute
 
 @pytest.fixture(scope="module")
 def committed() -> NotebookNode:
-    """The notebook as it is in the repository, with its outputs."""
+    """The committed notebook, with its outputs."""
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
 def printed(notebook: NotebookNode) -> str:
-    """All that its cells print."""
+    """Everything that its cells printed."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "".join(output.text for output in outputs if output.get("name") == "stdout")
 
@@ -35,7 +35,7 @@ def test_the_notebook_was_run_from_top_to_bottom(committed):
 
 @pytest.mark.slow
 def test_the_notebook_runs(committed):
-    # Its cells assert what they show: e_B of a fresh, of a stale and of a hot batch.
+    # Its cells assert what they show: e_B of a fresh, a stale and a hot batch.
     again = nbformat.v4.new_notebook(cells=cells_of(SOURCE.read_text()))
     execute(again)
     lines = [text.splitlines() for text in (printed(again), printed(committed))]

@@ -1,4 +1,4 @@
-"""What the pages name exists: files, tests, functions, flags and commands."""
+"""Everything that the pages name exists: files, tests, names, flags, commands."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ from train import Config
 PAGES = [ROOT / f"{folder}README.md" for folder in ("", "study/", "recipes/", "tiny/")]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
-# All names that the code has, and the words of its texts.
+# All names in the code, and all words of its texts.
 WORDS = set(re.findall(r"\w+", "".join(path.read_text() for path in SOURCES)))
 TORCHRUN_FLAGS = {"nproc-per-node", "nnodes", "node-rank", "rdzv-backend"}
 TORCHRUN_FLAGS |= {"master-addr", "master-port"}
@@ -25,7 +25,7 @@ on_every_page = pytest.mark.parametrize(
 
 
 @on_every_page
-def test_every_file_of_a_page_is_there(page):
+def test_every_file_that_a_page_names_exists(page):
     text = page.read_text()
     named = re.findall(r"`([\w./-]+\.(?:py|yaml|md|txt|ipynb))`", text)
     named += re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
@@ -39,7 +39,7 @@ def test_every_file_of_a_page_is_there(page):
 
 
 @on_every_page
-def test_every_test_of_a_page_is_there(page):
+def test_every_test_that_a_page_names_exists(page):
     for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text()):
         tree = ast.parse((ROOT / file).read_text())
         functions = [getattr(node, "name", None) for node in tree.body]
@@ -47,7 +47,7 @@ def test_every_test_of_a_page_is_there(page):
 
 
 @on_every_page
-def test_every_name_and_flag_of_a_page_is_in_the_code(page):
+def test_every_name_and_flag_on_a_page_is_in_the_code(page):
     text = page.read_text()
     names = re.findall(r"`([A-Za-z]\w*_\w+|[A-Z]\w+\.\w+)`", text)
     words = {part for name in names for part in name.split(".")}
@@ -56,7 +56,7 @@ def test_every_name_and_flag_of_a_page_is_in_the_code(page):
 
 
 @on_every_page
-def test_every_command_of_a_page_can_be_given(page):
+def test_every_command_on_a_page_can_be_given(page):
     text = page.read_text().replace("\\\n", " ")
     targets = (ROOT / "Makefile").read_text().replace(":", " ").split()
     for line in re.findall(r"^    ((?:python|torchrun|make) .*)$", text, re.MULTILINE):
@@ -70,7 +70,7 @@ def test_every_command_of_a_page_can_be_given(page):
                 parse_flags(kind, words[words.index(script) + 1 :])
 
 
-def test_the_lines_of_code_on_the_front_page_are_those_of_the_loss():
+def test_the_code_on_the_front_page_is_in_loss_py():
     lines = (ROOT / "README.md").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("    rho = (l"))
     assert "\n".join(lines[first : first + 3]) in (ROOT / "loss.py").read_text()
