@@ -12,6 +12,12 @@ on the number of ranks. A bfloat16 engine rounds differently in batches of anoth
 which changes single tokens.
 """
 
+from support.command import parse_flags, refuse_wrong_flags, run_script
+from support.config import EvalConfig
+
+if __name__ == "__main__":
+    refuse_wrong_flags(EvalConfig)  # before the imports below, which take seconds
+
 import json
 import os
 import time
@@ -19,15 +25,12 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import numpy as np
 import torch.distributed as dist
 
 from reward import compute_rewards
 from rollout import Engine, noise_seed, prompts_of_rank
 from support.checkpoints import check_free, take_folder
-from support.command import parse_flags, run_script
-from support.config import EvalConfig
 from support.log import append_row, is_unmarked
 from support.machine import init_distributed
 from support.models import check_model, folder_of

@@ -20,9 +20,14 @@ curves.png, checkpoints/, model/}. The words for its quantities:
     collective      a function that all ranks have to call together
 """
 
+from support.command import Refused, parse_flags, refuse_wrong_flags, run_script
+from support.config import Config
+
+if __name__ == "__main__":
+    refuse_wrong_flags(Config)  # before the imports below, which take seconds
+
 import copy
 import math
-import os
 import pkgutil
 import random
 from collections import defaultdict, deque
@@ -31,7 +36,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's C++
 import torch
 import torch.distributed as dist
 from torch.optim import AdamW
@@ -55,8 +59,6 @@ from support.checkpoints import (
     save_checkpoint,
     save_model,
 )
-from support.command import Refused, parse_flags, run_script
-from support.config import Config
 from support.log import Log
 from support.machine import init_distributed
 from support.models import (
