@@ -33,7 +33,7 @@ from rollout import Engine, noise_seed, prompts_of_rank
 from support.checkpoints import check_free, take_folder
 from support.log import append_row, is_unmarked
 from support.machine import init_distributed
-from support.models import check_model, folder_of
+from support.models import check_model
 from support.tasks import Dataset, load_split
 
 
@@ -145,14 +145,13 @@ def heldout_accuracy(
     return accuracies
 
 
-def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Dataset]]:
-    """Return the model's folder or hub name and the problems of each task.
+def load_benchmarks(cfg: EvalConfig) -> dict[str, Dataset]:
+    """Return the problems of each task.
 
     Raises Refused if the model or a task cannot be used.
     """
     check_free(cfg.out_dir)
-    model = folder_of(cfg.model)
-    tokenizer, config = check_model(model, cfg.rollout_tp)
+    tokenizer, config = check_model(cfg.model, cfg.rollout_tp)
     benchmarks = {}
     for task in cfg.task:
         benchmarks[task] = load_split(
@@ -163,13 +162,13 @@ def load_benchmarks(cfg: EvalConfig) -> tuple[str, dict[str, Dataset]]:
             room=config.max_position_embeddings - cfg.max_response_tokens,
             drop_long=cfg.drop_long,
         )
-    return model, benchmarks
+    return benchmarks
 
 
 def main() -> None:
     cfg = parse_flags(EvalConfig)
     # The user's input is checked before anything slow is built.
-    model, benchmarks = load_benchmarks(cfg)
+    benchmarks = load_benchmarks(cfg)
     out = Path(cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}"))
     init_distributed()
     is_first = dist.get_rank() == 0
@@ -179,7 +178,7 @@ def main() -> None:
         len(prompt) for split in benchmarks.values() for prompt in split.prompts
     )
     engine = Engine(
-        model,
+        cfg.model,
         longest_prompt + cfg.max_response_tokens,
         tp=cfg.rollout_tp,
         dtype=cfg.dtype,

@@ -15,6 +15,7 @@ from transformers.integrations import sdpa_attention
 
 from rollout import Engine, Rollouts
 from support.command import Stopped
+from support.models import model_folder
 
 CHUNK = 1024  # response tokens whose logits exist at the same time
 # The largest mean |log pi_theta - log pi_b|, in nats per token, that is accepted right
@@ -105,14 +106,15 @@ def build_policy(
     Master weights and gradients are float32. The policy computes in `dtype`.
     """
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+    folder = model_folder(model)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     stored_dtype = config.dtype or torch.float32
     # The engine has no dropout. If the policy had any, rho would be noise.
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
-        model, config=config, dtype=torch.float32, trust_remote_code=False
+        folder, config=config, dtype=torch.float32, trust_remote_code=False
     )
     language_model.config.dtype = stored_dtype  # save_model writes the weights in it
     # vLLM may have prepared this class for its compiler (see Engine.as_current).

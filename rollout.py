@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from support.command import Refused, Stopped
-from support.models import turn_end_tokens
+from support.models import model_folder, turn_end_tokens
 
 
 @dataclass
@@ -147,6 +147,7 @@ class Engine:
         cuda = torch.cuda.is_available()
         self.dtype = getattr(torch, dtype)
         self.quantization = quantization
+        model = model_folder(model)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.

@@ -65,7 +65,6 @@ from support.models import (
     MAX_ACTIVATION_BYTES,
     activation_bytes,
     check_model,
-    folder_of,
 )
 from support.tasks import Dataset, load_split
 
@@ -267,7 +266,6 @@ class Run:
         The checks come first, so that a mistake raises Refused before anything slow is
         built. A collective.
         """
-        cfg.model = folder_of(cfg.model)
         check_out_dir(cfg)
         self.tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
 
@@ -367,7 +365,7 @@ def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
     """
     policy = run.policy
     if step == cfg.steps:
-        save_model(policy.model, full_weights(policy), run.tokenizer, run.out / "model")
+        save_model(policy.model, full_weights(policy), run.out / "model")
     if step and not is_due(cfg.eval_every, step, cfg):
         return {}
     if run.evaluator is not run.engine:

@@ -26,15 +26,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from support.command import Flags, Refused, Stopped, one_line, script_name
 from support.config import ADJUSTABLE_FIELDS, NEUTRAL_FIELDS, Config
 from support.hub import COMMITS
 from support.log import ROW_FILES, append_row, check_rows
 from support.machine import bfloat16_is_slow
+from support.models import COMPANIONS
 
 NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
 CHECKPOINTS_OF_A_RUN = 2  # the newest; older ones are deleted
@@ -350,44 +352,31 @@ def last_line(error: BaseException) -> str:
 
 
 def save_model(
-    model: PreTrainedModel,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], folder: Path
 ) -> None:
-    """A folder that transformers and vLLM load, written whole and then renamed.
+    """Write a folder that transformers and vLLM load, whole or not at all.
 
-    `weights` are those of policy.full_weights, which rank 0 keeps in main memory. They
-    are stored in the dtype of the model's config, a tied head once. A collective.
-    Raises Stopped where it cannot be written.
+    `weights` are those of policy.full_weights, which rank 0 collects in main memory.
+    They are stored in the dtype of the model's config, and a tied head once. All other
+    files, such as config.json and the tokenizer's, are copies of those in the folder
+    that the model was built from, so any version that reads that folder reads this one.
+    A collective. Raises Stopped if the folder cannot be written.
     """
-    dtype = model.config.dtype
-    kept = {}
+    stored = {}
     for name, weight in weights:
         if dist.get_rank() == 0 and name not in model.all_tied_weights_keys:
-            kept[name] = weight.to("cpu", dtype)
+            stored[name] = weight.to("cpu", model.config.dtype)
     if dist.get_rank() > 0:
         return
     unfinished = folder.with_name("model.unfinished")
-    generation = model.generation_config
     try:
-        generation.validate(strict=True)
-    except ValueError:
-        # It came with a temperature or top-p, but without do_sample, as Vicuna does.
-        # transformers would not save that.
-        generation.do_sample = True
-    try:
-        generation.validate(strict=True)
-    except ValueError:  # nor other mistakes, as the -1 for padding of old LLaMAs
-        end = generation.eos_token_id
-        model.generation_config = GenerationConfig(eos_token_id=end)
-    try:
-        model.save_pretrained(unfinished, state_dict=kept)
-        for file in unfinished.glob("*.safetensors"):  # safetensors lets no other read.
+        unfinished.mkdir(exist_ok=True)
+        save_torch_state_dict(stored, unfinished)
+        for pattern in COMPANIONS:
+            for file in Path(model.name_or_path).glob(pattern):
+                shutil.copyfile(file, unfinished / file.name)
+        for file in unfinished.glob("*.safetensors"):  # others may not read these
             file.chmod((unfinished / "config.json").stat().st_mode)
-        model.config.dtype = dtype  # It has written that of the master weights.
-        model.config.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
         publish(unfinished, folder)  # It may replace that of a run of fewer steps.
-    except Exception as error:  # safetensors has errors of its own
+    except Exception as error:  # safetensors has its own exceptions
         raise Stopped(f"the model cannot be written to {folder}: {error}") from error

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from loss import p3o
 from policy import Policy, build_policy, full_weights
@@ -89,8 +88,7 @@ def main(folder: Path) -> None:
         dist.all_gather_object(results[name], said)
     if rank == 0:
         torch.save(results, folder / f"ranks-{world}.pt")
-    tokenizer = AutoTokenizer.from_pretrained("tiny")
-    save_model(policy.model, full_weights(policy), tokenizer, folder / "saved")
+    save_model(policy.model, full_weights(policy), folder / "saved")
     dist.destroy_process_group()
     # Ended here, as the interpreter's own end aborted once: a thread of gloo's may
     # still hold a tensor of the last collective then.

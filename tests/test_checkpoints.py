@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import support.checkpoints
 from policy import build_policy, full_weights
@@ -214,33 +214,39 @@ def test_a_model_that_cannot_be_written_stops_the_run_and_leaves_no_model(
     group, tmp_path
 ):
     model = AutoModelForCausalLM.from_pretrained("tiny")
-    tokenizer = AutoTokenizer.from_pretrained("tiny")
     weights = model.state_dict().items()
     with files_of_at_most(MEGABYTE), pytest.raises(Stopped) as refused:
-        save_model(model, weights, tokenizer, tmp_path / "model")
+        save_model(model, weights, tmp_path / "model")
     sentence = str(refused.value)
     assert sentence.startswith(f"the model cannot be written to {tmp_path}/model: ")
     assert "\n" not in sentence
     assert not (tmp_path / "model").exists()
 
 
-def test_a_model_that_came_with_a_temperature_can_be_written(group, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained("tiny")
-    model.generation_config.temperature = 0.9  # without do_sample, as Vicuna's
-    tokenizer = AutoTokenizer.from_pretrained("tiny")
-    save_model(model, model.state_dict().items(), tokenizer, tmp_path / "model")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert saved.generation_config.do_sample
-
-
-def test_a_model_whose_generation_config_is_invalid_can_be_written(group, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained("tiny")
-    model.generation_config.pad_token_id = -1  # as in early LLaMAs
-    end = model.generation_config.eos_token_id
-    tokenizer = AutoTokenizer.from_pretrained("tiny")
-    save_model(model, model.state_dict().items(), tokenizer, tmp_path / "model")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config
-    assert (saved.eos_token_id, saved.pad_token_id) == (end, None)
+def test_a_saved_model_has_the_config_and_tokenizer_files_of_its_source_unchanged(
+    group, tmp_path
+):
+    source = shutil.copytree("tiny", tmp_path / "source")
+    # transformers 4 wrote this, and knows no rope_parameters.
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear"}}
+    config["rope_scaling"]["factor"] = 2.0
+    (source / "config.json").write_text(json.dumps(config))
+    # transformers does not write these: a temperature without do_sample, as Vicuna has
+    # it, and the padding of early LLaMAs.
+    (source / "generation_config.json").write_text('{"top_p": 0.6, "pad_token_id": -1}')
+    (source / "tokenizer.model").write_bytes(b"sentencepiece")
+    policy = build_policy(str(source), group)
+    save_model(policy.model, full_weights(policy), tmp_path / "model")
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    weights = saved.pop("model.safetensors")
+    assert {name: (source / name).read_bytes() for name in saved} == saved
+    assert set(saved) == {
+        *("config.json", "generation_config.json", "chat_template.jinja"),
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    }
+    assert len(weights) == (source / "model.safetensors").stat().st_size
 
 
 def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_modes(
@@ -252,8 +258,8 @@ def test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_mode
     policy = build_policy(str(folder), group)
     # AdamW's steps are often below half a bit of bfloat16.
     assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
-    tokenizer, saved = AutoTokenizer.from_pretrained("tiny"), tmp_path / "model"
-    save_model(policy.model, full_weights(policy), tokenizer, saved)
+    saved = tmp_path / "model"
+    save_model(policy.model, full_weights(policy), saved)
     weights = load_file(saved / "model.safetensors")
     # bfloat16 numbers are the same ones after float32.
     expected = load_file(folder / "model.safetensors")

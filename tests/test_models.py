@@ -1,4 +1,4 @@
-"""Model folders as people have them: whole and fitting, or refused in a sentence."""
+"""Tests of which models are accepted, and of the sentences that refuse others."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A copy of tiny."""
+    """Return a copy of tiny."""
     return Path(shutil.copytree(ROOT / "tiny", tmp_path / "model"))
 
 
@@ -41,18 +41,18 @@ def save(weights: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def shard(folder: Path) -> None:
-    """Put its weights into two files and an index."""
+    """Distribute the weights of a folder over two files and an index."""
     weights = load_file(folder / FILE)
     (folder / FILE).unlink()
     first = SHARD.replace("00002-of", "00001-of")
-    of_shard = {first: {}, SHARD: {}}
-    for name, weight in weights.items():
-        of_shard[SHARD if "layers.2" in name else first][name] = weight
-    for shard_name, part in of_shard.items():
-        save(part, folder / shard_name)
-    places = {name: shard for shard, part in of_shard.items() for name in part}
+    file_of = {name: SHARD if "layers.2" in name else first for name in weights}
+    for file in first, SHARD:
+        save(
+            {name: weights[name] for name in weights if file_of[name] == file},
+            folder / file,
+        )
     (folder / f"{FILE}.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": places})
+        json.dumps({"metadata": {}, "weight_map": file_of})
     )
 
 
@@ -72,31 +72,35 @@ def refusal(folder: Path, **options: Any) -> str:
         (
             lambda w: w.pop(UP),
             {},
-            f"{UP} of shape [384, 128] is in its config.json alone",
+            f"only its config.json has {UP} of shape [384, 128]",
         ),
         (
             lambda w: w.update({UP: torch.ones(384, 64)}),
             {},
-            f"{UP} of shape [384, 64] is in its safetensors alone",
+            f"only its safetensors has {UP} of shape [384, 64]",
         ),
         (lambda w: None, {"tie_word_embeddings": False}, f"{HEAD} of shape"),
         (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), {}, f"{EMBEDDING} of shape"),
         (
             lambda w: w.update({HEAD: 2 * w[EMBEDDING]}),
             {},
-            f"{HEAD} and {EMBEDDING} differ in its safetensors, and are one weight",
+            f"{HEAD} and {EMBEDDING} differ in its safetensors, but its config.json",
         ),
-        # A layer of the file that the model would leave out.
-        (lambda w: None, {"num_hidden_layers": 2}, "[128] is in its safetensors alone"),
+        # The model would leave out the last layer of the file.
+        (
+            lambda w: None,
+            {"num_hidden_layers": 2},
+            "only its safetensors has model.layers.2.input_layernorm.weight of shape",
+        ),
         (
             lambda w: None,
             {"attention_bias": True},
-            "k_proj.bias of shape [128] is in its config.json",
+            "only its config.json has model.layers.0.self_attn.k_proj.bias of shape",
         ),
     ],
     ids="missing other-shape no-head head-only other-head layers bias".split(),
 )
-def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
+def test_weights_that_do_not_belong_to_the_config_are_refused_by_name(
     change, config, sentence, folder
 ):
     weights = load_file(folder / FILE)
@@ -116,17 +120,17 @@ def cut(path: Path) -> None:
     [Path.unlink, cut, lambda path: path.write_bytes(POINTER)],
     ids=["gone", "cut", "pointer"],
 )
-def test_a_file_of_weights_that_is_not_whole_is_refused(damage, sharded, folder):
+def test_an_incomplete_file_of_weights_is_refused(damage, sharded, folder):
     if sharded:
         shard(folder)
         check_model(str(folder))
     damage(folder / (SHARD if sharded else FILE))
     sentence = refusal(folder)
     assert sentence.startswith(f"{folder}: its weights cannot be read: ")
-    assert "give whole safetensors (git lfs pull, where they are pointers" in sentence
+    assert "it needs one complete model.safetensors, or shards and their" in sentence
 
 
-def test_a_tied_head_that_is_stored_twice_and_an_old_buffer_are_taken(folder):
+def test_a_tied_head_that_is_stored_and_an_old_buffer_are_accepted(folder):
     weights = load_file(folder / FILE)
     weights[HEAD] = weights[EMBEDDING].clone()
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
@@ -134,9 +138,9 @@ def test_a_tied_head_that_is_stored_twice_and_an_old_buffer_are_taken(folder):
     check_model(str(folder), to_train=True)
 
 
-def test_a_second_file_of_the_same_weights_which_vllm_would_read_is_refused(folder):
+def test_a_second_file_of_weights_which_vllm_would_read_is_refused(folder):
     shutil.copy(folder / FILE, folder / "old.safetensors")
-    assert "has some of them again" in refusal(folder)
+    assert "it needs one complete model.safetensors" in refusal(folder)
 
 
 @pytest.mark.parametrize("script", [train, eval])
@@ -149,8 +153,7 @@ def test_neither_script_starts_with_a_weight_that_is_missing(script, folder):
 
 # Folders, heads and types
 
-
-TWELVE = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_heads": 1}
+TWELVE_HEADS = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_heads": 1}
 
 
 @pytest.mark.parametrize(
@@ -159,29 +162,35 @@ TWELVE = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_heads": 
         # Three ranks can neither share two key heads equally nor have one together.
         (
             {"num_key_value_heads": 2},
-            "rollout_tp is 3, which does not divide {}'s 12 attention and 2 key",
+            "rollout_tp is 3, which does not divide the 12 attention heads and 2 key",
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "{}: its config.json has a quantization_config",
         ),
-        ({"model_type": "gpt2"}, "{} is of type gpt2, which train.py has not learnt"),
+        ({"model_type": "gpt2"}, "{} is of type gpt2, which train.py cannot train"),
         ({"final_logit_softcapping": 30.0}, "has a final_logit_softcapping, which"),
-        ({"vocab_size": 19}, "{}: its tokenizer has 20 tokens, and the model only 19 "),
+        (
+            {"vocab_size": 19},
+            "{}: its tokenizer uses token 19, :, but the model has only 19 embeddings",
+        ),
         ({"head_dim": 40}, "{} has attention heads of size"),
-        ({"hidden_act": "x"}, "{}: its config.json is of no model: KeyError('x')"),
+        (
+            {"hidden_act": "x"},
+            "{}: no model can be built from its config.json: KeyError('x')",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_shared_or_trained_is_refused(
     config, sentence, folder, monkeypatch
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    set_config(folder, **TWELVE | config)
+    set_config(folder, **TWELVE_HEADS | config)
     refused = refusal_of(train, f"--model={folder}", "--rollout_tp=3")
     assert sentence.format(folder) in refused
 
 
-def test_a_type_whose_config_tells_no_context_length_is_refused(folder):
+def test_a_type_whose_config_has_no_context_length_is_refused(folder):
     (folder / "config.json").write_text('{"model_type": "bloom", "n_head": 4}')
     assert "bloom, whose config has no max_position_embeddings" in refusal(folder)
 
@@ -196,7 +205,7 @@ def with_a_pointer_for_a_tokenizer(folder: Path) -> None:
 
 def with_a_token_that_has_no_embedding(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens("<new>")  # 20, behind the 20 that there are
+    tokenizer.add_tokens("<new>")  # token 20; the 20 tokens of tiny end at 19
     tokenizer.chat_template = "<new>{{ messages[0].content }}"
     tokenizer.save_pretrained(folder)
 
@@ -204,21 +213,21 @@ def with_a_token_that_has_no_embedding(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage, sentence",
     [
-        (shutil.rmtree, "neither a folder nor a hub's owner/name"),
-        (without_config, "has no config.json of a model: an adapter (LoRA)"),
-        (lambda folder: (folder / "metrics.jsonl").touch(), "a run has model/ when"),
-        (with_a_pointer_for_a_tokenizer, "a folder or on the hub: Expecting value"),
-        (with_a_token_that_has_no_embedding, "has <new>, token 20, and the model only"),
+        (shutil.rmtree, "it is neither a folder nor owner/name on the hub"),
+        (without_config, "it has no config.json of a model: merge an adapter (LoRA)"),
+        (lambda folder: (folder / "metrics.jsonl").touch(), "a run has model/ only"),
+        (with_a_pointer_for_a_tokenizer, "is not a model that can be read: Expecting"),
+        (with_a_token_that_has_no_embedding, "its tokenizer uses token 20, <new>, but"),
     ],
 )
-def test_what_is_no_model_folder_is_refused(
+def test_a_folder_that_is_not_a_model_is_refused(
     damage: Callable, sentence: str, folder: Path
 ):
     damage(folder)
     assert sentence in refusal(folder)
 
 
-def test_ranks_that_no_engine_can_have_are_refused():
+def test_engines_that_cannot_divide_the_ranks_of_a_node_are_refused():
     sentence = refusal(ROOT / "tiny", tp=3)
     assert sentence.startswith("rollout_tp is 3: it has to divide the 1 ranks")
 

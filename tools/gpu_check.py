@@ -234,7 +234,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     # saved weights. With fp8 the checks above may miss a wrong sync, because rounding
     # can move the policy by more than a step does.
     folder = Path(tempfile.gettempdir(), "p3o-after")
-    save_model(policy.model, full_weights(policy), tokenizer, folder)
+    save_model(policy.model, full_weights(policy), folder)
     dist.barrier()
     fresh = Engine(
         str(folder),
