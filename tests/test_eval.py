@@ -207,7 +207,7 @@ def test_the_engine_has_the_settings_of_the_evaluation(
 def test_prompts_without_room_for_a_response_can_be_left_out():
     # The context is 128, and 236 of the 512 problems have at most 9 tokens.
     cfg = EvalConfig(max_response_tokens=119, drop_long=True)
-    _, benchmarks = load_benchmarks(cfg)
+    benchmarks = load_benchmarks(cfg)
     assert len(benchmarks["tiny"].prompts) == 236
 
 
