@@ -398,6 +398,15 @@ FRONT_ROWS = {
 FRONT_COLUMNS = ("p3o", "grpo 0.2", "reinforce")
 
 
+def test_the_front_page_has_the_accuracies_of_make_train():
+    lines = open(runs.RESULTS / "make_train/metrics.jsonl")
+    first, *_, last = [json.loads(line) for line in lines]
+    names = {"sampled": "heldout_pass@1", "greedy": "heldout_greedy"}
+    for title, metric in names.items():
+        before, after = first[metric], last[metric]
+        assert f"pass@1, {title:10}{before:.3f}   {after:.3f}" in FRONT.read_text()
+
+
 def test_the_front_page_has_the_scores_of_the_committed_runs():
     scores = report.table_of_scores(at_rate())
     text = FRONT.read_text().replace(" *", "")
