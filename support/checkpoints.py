@@ -42,21 +42,14 @@ NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
 CHECKPOINTS_OF_A_RUN = 2  # the newest; older ones are deleted
 
 
-def checkpoints(out: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, the newest last."""
-    folders = (out / "checkpoints").glob("step-*")
-    complete = [path for path in folders if re.fullmatch(r"step-\d{6,}", path.name)]
-    return sorted(complete, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was written."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def last_step(out: Path) -> int:
-    """Return the step of the newest complete checkpoint; 0 if there is none."""
-    return max(map(step_of, checkpoints(out)), default=0)
+def checkpoints(out: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by their step, the newest last."""
+    folders = {
+        int(path.name.removeprefix("step-")): path
+        for path in (out / "checkpoints").glob("step-*")
+        if re.fullmatch(r"step-\d{6,}", path.name)
+    }
+    return dict(sorted(folders.items()))
 
 
 def check_out_dir(cfg: Config) -> None:
@@ -71,7 +64,7 @@ def check_out_dir(cfg: Config) -> None:
     if not cfg.out_dir:
         raise Refused("--resume: give the folder of the run as --out_dir")
     out = Path(cfg.out_dir)
-    done = last_step(out)
+    done = max(checkpoints(out), default=0)
     if not done and (out / "model").exists():
         raise Refused(
             f"--resume: the run in out_dir {out} has ended, and has no checkpoint to "
@@ -178,7 +171,7 @@ def make_out_dir(cfg: Config) -> Path:
         is_slow = "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and bfloat16_is_slow()
         note = " (bfloat16 is slow on this CPU)" if is_slow else ""
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
-        if done := last_step(out):
+        if done := max(checkpoints(out), default=0):
             changed = changed_fields(cfg, out)
             append_row(out / "resumes.jsonl", {"step": done, "changed": changed})
             print(f"{out}: continues after step {done}")
@@ -236,7 +229,7 @@ def end_by_sigterm(out: Path, *_: Any) -> None:
     """
     sentence = (
         f"{script_name()}: ended by SIGTERM; the same command with --resume --out_dir "
-        f"{out} continues after step {last_step(out)}\n"
+        f"{out} continues after step {max(checkpoints(out), default=0)}\n"
     )
     os.write(2, sentence.encode())  # A handler may have interrupted a print.
     os._exit(128 + signal.SIGTERM)
@@ -272,7 +265,7 @@ def save_checkpoint(
         dist.barrier()
         if rank == 0:
             publish(unfinished, unfinished.with_name(f"step-{step:06d}"))
-            for old in checkpoints(out)[:-CHECKPOINTS_OF_A_RUN]:
+            for old in list(checkpoints(out).values())[:-CHECKPOINTS_OF_A_RUN]:
                 # Renamed first, so that a half-deleted folder is not a checkpoint.
                 shutil.rmtree(old.rename(unfinished))
     except (CheckpointException, OSError, RuntimeError) as error:
@@ -294,10 +287,10 @@ def load_checkpoint(
     ahead. Without a checkpoint these are step 0, its metrics, and no rollouts. Raises
     Refused if the checkpoint cannot be read or was changed. A collective.
     """
-    newest: list = checkpoints(out)[-1:] or [None]
+    newest = [max(checkpoints(out).items(), default=(0, out))]
     dist.broadcast_object_list(newest)
-    [checkpoint] = newest
-    if checkpoint is None:
+    [(step, checkpoint)] = newest
+    if step == 0:
         return 0, {"step": 0}, []
     rank = dist.get_rank()
     weights, moments = get_state_dict(policy, optimizer)
@@ -319,7 +312,7 @@ def load_checkpoint(
         model_state_dict=state["policy"],
         optim_state_dict=state["optimizer"],
     )
-    return step_of(checkpoint), own["metrics"], own["queue"]
+    return step, own["metrics"], own["queue"]
 
 
 def checksums(checkpoint: Path) -> dict[str, int]:

@@ -49,6 +49,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,34 +65,24 @@ PHASES = ("rollout", "reward", "update", "sync")
 ROW_FILES = ("metrics.jsonl", "samples.jsonl")
 
 
+@dataclass
 class Log:
     """Collects the seconds of the phases of a step, then writes the step's metrics."""
 
-    def __init__(
-        self,
-        out: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        group_size: int,
-        steps: int,
-        done: int,
-        dataset: Any = None,
-    ) -> None:
-        """Continue the files of a run that has done `done` steps of `steps`.
+    out: Path
+    tokenizer: PreTrainedTokenizerBase
+    group_size: int
+    steps: int  # of the whole run
+    done: int  # the step after which this start of the run begins
+    dataset: Any = None  # the support.tasks.Dataset trained on, for metrics_of
 
-        Rows that a killed run wrote for later steps are deleted. `dataset` is the
-        support.tasks.Dataset that is trained on; it is needed for metrics_of.
-        """
-        self.out = out
-        self.tokenizer = tokenizer
-        self.group_size = group_size
-        self.steps = steps
-        self.done = done
-        self.dataset = dataset
+    def __post_init__(self) -> None:
+        """Continue the files of a run, without its rows of steps that are not done."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.start = self.start_of_steps = self.start_of_step = time.perf_counter()
-        if done > 0 and dist.get_rank() == 0:
+        if self.done > 0 and dist.get_rank() == 0:
             for name in ROW_FILES:
-                rewind(out / name, done)
+                rewind(self.out / name, self.done)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -105,32 +96,26 @@ class Log:
 
         `rollouts` is a rollout.Rollouts, from which rank 0 saves samples. A collective.
         """
-        unmarked = [is_unmarked(self.dataset, text) for text in rollouts.text]
-        per_response = torch.stack(
-            [
-                rollouts.reward,
-                rollouts.mask.sum(dim=1).float(),
-                rollouts.truncated.float(),
-                torch.tensor(unmarked).float(),
-                rollouts.logp_behavior.sum(dim=1),
-            ]
-        )
+        responses = {
+            "reward": rollouts.reward,
+            "response_tokens": rollouts.mask.sum(dim=1),
+            "truncated": rollouts.truncated,
+            "unmarked": torch.tensor(
+                [is_unmarked(self.dataset, text) for text in rollouts.text]
+            ),
+            "entropy": -rollouts.logp_behavior.sum(dim=1),
+        }  # [N] each
         gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, per_response)
-        # [N] of all ranks
-        reward, length, truncated, unmarked, logp = torch.cat(gathered, dim=1)
-        groups = reward.view(-1, self.group_size)  # [P, G]
-        has_signal = groups.amax(dim=1) > groups.amin(dim=1)
-        metrics = {
-            "step": step,
-            "weight_version": rollouts.weight_version,
-            "reward": reward.mean().item(),
-            "groups_with_signal": has_signal.float().mean().item(),
-            "response_tokens": length.mean().item(),
-            "truncated": truncated.mean().item(),
-            "unmarked": unmarked.mean().item(),
-            "entropy": -logp.sum().item() / length.sum().item(),
-        }
+        dist.all_gather_object(gathered, responses)
+        metrics = {"step": step, "weight_version": rollouts.weight_version}
+        for name in responses:
+            values = torch.cat([rank[name] for rank in gathered]).double()
+            metrics[name] = values.mean().item()
+            if name == "reward":
+                groups = values.view(-1, self.group_size)  # [P, G]
+                has_signal = groups.amax(dim=1) > groups.amin(dim=1)
+                metrics["groups_with_signal"] = has_signal.double().mean().item()
+        metrics["entropy"] /= metrics["response_tokens"]
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
         metrics["peak_memory_gb"] = peak_memory_gb()
         self.seconds.clear()
@@ -298,21 +283,18 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
 
     for row in rows:
         if "ess" in row:
-            row["kl_weight"] = 1 - row["ess"]
+            row["1 - ess"] = 1 - row["ess"]  # the weight of the KL
     panels = {
-        "held-out pass@1": {"heldout_pass@1": "sampled", "heldout_greedy": "greedy"},
-        "rollouts": {"reward": "mean reward"},
-        "distance from on-policy": {
-            "kl_weight": r"$1 - e_B$, the weight of the KL",
-            "mismatch_kl": "KL, nats per token",
-        },
-        r"entropy of $\pi_b$": {"entropy": "nats per token"},
+        "held-out accuracy": ("heldout_pass@1", "heldout_greedy"),
+        "rollouts": ("reward",),
+        "distance from on-policy": ("1 - ess", "mismatch_kl"),
+        "entropy, nats per token": ("entropy",),
     }
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.2), layout="constrained")
-    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-        for name, label in lines.items():
+    for axis, (title, names) in zip(axes, panels.items(), strict=True):
+        for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
-            axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=label)
+            axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=name)
         axis.set(title=title, xlabel="step")
         axis.legend()
     axes[0].set(ylim=(0, 1.02))

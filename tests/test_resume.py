@@ -186,7 +186,7 @@ def test_an_evaluation_that_fails_costs_no_step(
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(train, "heldout_accuracy", fail_after_training)
         train_here(*flags, out_dir=out)
-    assert len(checkpoints(out)) == 1
+    assert list(checkpoints(out)) == [1]
     assert (out / "model").is_dir()
     assert [row["step"] for row in read_metrics(out)] == [0]
     # The resumed run writes the unchanged line of step 1, with the evaluation.
@@ -327,10 +327,10 @@ def test_other_folders_beside_the_checkpoints_are_ignored(stored):
     out = stored(20)
     for name in "step-backup", "step-000030.old", "unfinished":
         (out / "checkpoints" / name).mkdir()
-    assert [path.name for path in checkpoints(out)] == ["step-000020"]
+    assert checkpoints(out) == {20: out / "checkpoints/step-000020"}
     # Above 999,999 steps a name has more digits.
     (out / "checkpoints/step-1000000").mkdir()
-    assert checkpoints(out)[-1].name == "step-1000000"
+    assert list(checkpoints(out)) == [20, 1000000]
 
 
 DEEP = b"[" * 100_000

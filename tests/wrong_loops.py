@@ -466,7 +466,7 @@ MISTAKES: dict[str, Mistake] = {
         support.log.Log.metrics_of, "> groups.amin(dim=1)", "> 0", [METRICS]
     ),
     "the longest response": Mistake(
-        support.log.Log.metrics_of, "length.mean()", "length.max()", [METRICS]
+        support.log.Log.metrics_of, "values.mean()", "values.max()", [METRICS]
     ),
     "the mismatch of the last update": Mistake(
         train.main,
@@ -476,8 +476,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the entropy of a response": Mistake(
         support.log.Log.metrics_of,
-        "-logp.sum().item() / length.sum().item()",
-        "-(logp / length).mean().item()",
+        'metrics["entropy"] /= metrics["response_tokens"]',
+        "pass",
         [METRICS],
     ),
     # policy.py
@@ -638,8 +638,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a resume that continues from the oldest checkpoint": Mistake(
         support.checkpoints.load_checkpoint,
-        "checkpoints(out)[-1:]",
-        "checkpoints(out)[:1]",
+        "max(checkpoints(out)",
+        "min(checkpoints(out)",
         [ENDS_EARLY],
     ),
 }
