@@ -3,7 +3,7 @@
 # make test-all    run all tests, including those that take minutes
 # make compare     train with P3O, GRPO and REINFORCE on stale data, and draw a figure
 # make reproduce   make a small part of the study (18 runs), with tables and figures
-# make bench       measure the seconds of a step by phase (tools/bench.py: beside TRL)
+# make bench       measure the seconds of a step by phase (see tools/bench.py for TRL)
 # make gpu-check   check mismatch, memory, speed and a run on this machine's GPU
 # make lint        run ruff
 #

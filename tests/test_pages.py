@@ -39,6 +39,16 @@ def test_every_file_that_a_page_names_exists(page):
 
 
 @on_every_page
+def test_every_link_to_a_heading_leads_to_one(page):
+    for name, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        # As GitHub makes anchors: without punctuation, and with hyphens for spaces.
+        anchors = [re.sub(r"[^\w -]", "", each.lower()) for each in headings]
+        assert anchor in [each.replace(" ", "-") for each in anchors], (name, anchor)
+
+
+@on_every_page
 def test_every_test_that_a_page_names_exists(page):
     for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text()):
         tree = ast.parse((ROOT / file).read_text())

@@ -195,7 +195,7 @@ def trl_medians(lines: list[tuple[float, str]]) -> dict[str, float]:
 
 
 def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
-    """Return the numbers of each round by row of the table: ours, and beside TRL's.
+    """Return the numbers of each round by row of the table: ours and TRL's.
 
     Raises Refused if train.py fails. If TRL fails, its row has the reason.
     """
