@@ -1,48 +1,80 @@
-r"""Where the final answer of a response is.
+r"""Finds the final answer of a response.
 
-It stands behind the thoughts, which end with </think> or a tag like it: in the last
-\boxed{...}, or else behind the last ####.
+The final answer is the last \boxed{...}, or else the line behind the last ####. It must
+come after the thoughts, which end with a tag such as </think>.
 """
 
 import re
 
-# A brace that is not escaped, with the \boxed in front of it if there is one.
+# A brace that is not escaped, together with the \boxed in front of it if there is one.
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
-# <think>, </think>, <|begin_of_thought|>, [THINK], ◁/think▷, </seed:think>
-THOUGHT = re.compile(
-    r"(?i:[<◁]\|?(?:/|end_of_|end_)?(?:[a-z]+[_:]|begin_of_)?"
-    r"(?:think(?:ing)?|thoughts?|reasoning)\|?[>▷])|\[/?THINK\]"
+
+# The tags at the beginning and at the end of a thought. A tag in < > or ◁ ▷ is known by
+# a word in its name, such as "think" in <think level="high"> and <|START_THINKING|>. It
+# ends the thought if the name also has a / or a word such as "end". Other tags are
+# listed: those of models that can be trained here, and of vLLM's reasoning parsers.
+# Every repetition is bounded, so that no response takes long to read.
+CHARACTER = r"[\w:|｜▁/-]"
+NAME = (
+    rf"{CHARACTER}{{0,30}}(?:think|thought|reason|analy[sz]|scratch|reflect|rationale|"
+    r"monolog|deliberat|brainstorm|internal|draft|(?<![a-z])(?:cot|plan(?:ning)?)"
+    rf"(?![a-z])){CHARACTER}{{0,30}}(?:\s[^<>]{{0,99}})?[>▷]"
 )
-# <|im_end|>, <｜end▁of▁sentence｜>, </s>: where a response is decoded with them.
-SPECIAL_TOKEN = re.compile(
-    r"<[|｜][^<>\s]*[|｜]>|</?(?:s|bos|eos|pad|end_of_turn|answer)>"
+THOUGHT_TAG = re.compile(
+    rf"""(?ix)
+    (?P<end>
+        # </think>, <think/>, ◁/think▷, </seed:think>, <|end_of_thought|>, <think_end>
+        [<◁] (?={CHARACTER}{{0,30}}(?:/|(?<![a-z])(?:end|stop|close|suffix))) {NAME}
+        | (?-i:\[/(?:THINK|THINKING|THOUGHT|REASONING)\])       # Magistral
+        | <\|channel\|>\s?final(?:\s<\|constrain\|>\w*)?        # gpt-oss
+        | <channel\|>                                           # Gemma 4
+        | <\|content(?:_text)?\|>                               # Solar Open, Inkling
+        | <\|inner_suffix\|>                                    # Apertus
+        | <unused95>                                            # MedGemma
+        | <\|im_start\|>answer | <\|answer\|>                   # s1
+        | <\|(?:close\|>think|open\|>response)<\|sep\|>         # Kimi K3
+        | to=user<\|message\|>                                  # Muse
+        | Here(?:\sis|'s)\smy\sresponse:                        # Granite 3.2
+    )
+    | (?P<begin>
+        [<◁] {NAME}
+        | (?-i:\[(?:THINK|THINKING|THOUGHT|REASONING)\])
+        | <\|channel\|?>\w*(?:<\|message\|>)?
+        | <\|inner_prefix\|>
+        | <unused94>
+        | <\|im_start\|>think
+        | <\|open\|>think<\|sep\|>
+        | to=self<\|message\|>
+        | Here(?:\sis|'s)\smy\sthought\sprocess:
+    )"""
+)
+# Control tokens, as <|im_end|>, <｜end▁of▁sentence｜>, <turn|> or </s>, and the tags
+# around an answer, neither of which belong to the answer.
+CONTROL_TOKEN = re.compile(
+    r"(?i)<[|｜][^<>\s]*>|<\w+[|｜]>|"
+    r"</?(?:s|bos|eos|pad|end_of_turn|answer|response|output|solution)>"
 )
 
 
 def last_thought_tag(text: str) -> re.Match | None:
-    """The last tag that begins or ends a thought."""
-    *_, last = [None, *THOUGHT.finditer(text)]
+    """Return the last tag of a thought; it has a group "begin" or a group "end"."""
+    *_, last = [None, *THOUGHT_TAG.finditer(text)]
     return last
 
 
-def ends_thought(tag: str) -> bool:
-    """Whether a tag of a thought is the one at its end."""
-    return "/" in tag or "end_" in tag.lower()
-
-
 def without_thoughts(response: str) -> str:
-    """What follows the thoughts of a model that thinks first, which end with </think>.
+    """Return what follows the thoughts, without control tokens.
 
-    Where a thought has not ended, nothing is an answer yet. Special tokens say nothing.
+    It is "" if the last thought has not ended, because nothing is an answer yet.
     """
     tag = last_thought_tag(response)
-    if tag and not ends_thought(tag[0]):
+    if tag and tag["begin"]:
         return ""
-    return SPECIAL_TOKEN.sub("", response[tag.end() :] if tag else response)
+    return CONTROL_TOKEN.sub("", response[tag.end() :] if tag else response)
 
 
 def final_answer(text: str) -> str:
-    r"""The last \boxed{...}, or else the line behind the last ####, or else ""."""
+    r"""Return the last \boxed{...}, the line behind the last ####, or ""."""
     if box := last_box(text):
         return box
     _, marker, rest = text.rpartition("####")
@@ -50,7 +82,7 @@ def final_answer(text: str) -> str:
 
 
 def last_box(text: str) -> str:
-    r"""The content of the last \boxed{...} or \fbox{...} to close; "" without one.
+    r"""Return the content of the last \boxed{...} or \fbox{...} to close, or else "".
 
     The text is read once, so that a megabyte of braces takes no longer than other text.
     """
@@ -59,8 +91,6 @@ def last_box(text: str) -> str:
     for brace in BRACE.finditer(text):
         if brace[0].endswith("{"):
             open_braces.append(brace)
-        elif open_braces:
-            opening = open_braces.pop()
-            if opening["box"]:
-                content = text[opening.end() : brace.start()]
+        elif open_braces and (opening := open_braces.pop())["box"]:
+            content = text[opening.end() : brace.start()]
     return content

@@ -1,15 +1,13 @@
-r"""What a formula in LaTeX says, and whether two of them say the same.
+r"""Parses a LaTeX formula and decides whether two formulas are equal.
 
-latex2sympy reads a formula. What it misreads is mended in Reader, where the mistake
-arises. The comparison is not math_verify's, which takes lists for sets, cuts what is
-below 1e-100 to 0 and gives another verdict when gold and answer are swapped.
+latex2sympy parses a formula; Parser corrects two of its readings. The comparison is not
+that of math_verify, which takes lists for sets, rounds what is below 1e-100 to 0 and
+gives another verdict if gold and answer are swapped.
 
-Comparing may never end, so answers/judge.py does it in processes that it can kill.
+A comparison may never end, so answers/judge.py runs it in processes that it can kill.
 """
 
-import functools
-import itertools
-import operator
+import math
 import re
 from typing import Any
 
@@ -19,103 +17,101 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
-# What latex2sympy leaves out or takes for something else: a modulus, dots, minutes, the
-# base of a numeral, a ratio of three, [5], which is no 5, a time of the day, and words
-# or letters between two numbers, as in 2\text{hours}30 and 4R3. These are equal to
-# their own text alone.
+# Notation that latex2sympy drops or takes for something else: a modulus, dots, minutes
+# of arc, the base of a numeral, a ratio of three numbers, [5], a time of day, words or
+# letters between two numbers, as in 2\text{hours}30 and 4R3, and a number directly
+# after a number, as in 1 2, 1{2}, \frac{1}{2}3, {1}{2}, 10^{3}.5 and 1.2.3. Such a
+# formula is equal only to its own text.
 UNREADABLE = re.compile(
     r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$|:.*\\text\{[ap]m\}|"
-    r"\\text\{[^{}]*\} ?\d|\d ?(?![eE]\d)[a-zA-Z]+ ?\d(?![^{}]*\})"
+    r"\\text\{[^{}]*\} ?\d|\d ?(?![eE]\d)[a-zA-Z]+ ?\d(?![^{}]*\})|\d \d|"
+    r"(?<![_^])(?:\d\{+\d|\{[^{}]*\d\}+\d)|(?<![\w}\]^])\{[^{}]*\d\}\{\d|"
+    r"[a-zA-Z)}\]]\.\d|\.\d+\."
 )
-POWER = re.compile(r"\^\{[^{}]*\}$")
-MIXED_NUMBER = re.compile(r"\d+\\frac\{\d+\}\{\d+\}")
-# Functions of something that has no value, which an answer may give one: f(3), |z|.
-OF_A_NAME = AppliedUndef, TrigonometricFunction, sympy.Abs, sympy.floor
-NOT_FINITE = sympy.oo, sympy.zoo, sympy.nan
-DIGITS = 1000  # with which numbers that are not rational are compared
+# In f(3) = 18 or |z| = 18 the right side is the answer.
+NAMED = AppliedUndef, TrigonometricFunction, sympy.Abs, sympy.floor
+DIGITS = 1000  # the precision in which irrational numbers are compared
 
 
-class Reader(_Latex2Sympy):
-    """latex2sympy, but for two of its readings."""
+class Parser(_Latex2Sympy):
+    """latex2sympy with two corrections."""
 
     def parse_number(self, text: str) -> sympy.Rational:
-        """0.25 is 25/100 and nothing near it."""
+        """Return exactly 25/100 for 0.25."""
         return sympy.Rational(text)
 
     def convert_postfix_list(self, factors: list[Any], _: int = 0) -> Any:
-        r"""What stands side by side is multiplied. Only 2\frac{3}{4} is a sum.
-
-        Raises ValueError for a digit beside a digit, as in 1 2 or 1{2}, and for what
-        begins with a point, as in 10^{3}.5. In 2^{3}5 the brace ends the power.
-        """
-        texts = [factor.getText() for factor in factors]
+        r"""Return the product of adjacent factors. Only 2\frac{3}{4} is a sum."""
+        text = "".join(factor.getText() for factor in factors[:2])
         values = [self.convert_postfix(factor) for factor in factors]
-        if MIXED_NUMBER.fullmatch("".join(texts[:2])) and values[1] < 1:
+        if re.fullmatch(r"\d+\\frac\{\d+\}\{\d+\}", text) and values[1] < 1:
             values[:2] = [sum(values[:2])]
-        for left, right in itertools.pairwise(texts):
-            ends_in_digit = re.search(r"\d\}*$", left) and not POWER.search(left)
-            if re.match(r"\{*[\d.]" if ends_in_digit else r"\{*\.", right):
-                raise ValueError("a number beside a number")
-        return functools.reduce(operator.mul, values)
+        return math.prod(values)
 
 
-def formula_of(latex: str) -> Any:
-    """What a formula says, as parts_of has it; an Exception for what says nothing."""
+def parse_formula(latex: str) -> Any:
+    """Return the normal form of a formula. Raises an Exception if it has no meaning."""
     if UNREADABLE.search(latex):
-        raise ValueError("it has no one meaning")
+        raise ValueError("the notation is ambiguous")
     if latex.count(r"\pm") == 1 and not re.search("[,;]", latex):
-        return [formula_of(latex.replace(r"\pm", sign)) for sign in "+-"]
+        return [parse_formula(latex.replace(r"\pm", sign)) for sign in "+-"]
     latex = re.sub(r"(?<=\d)[eE]([-+]?\d+)(?!\w)", r"\\cdot10^{\1}", latex)  # 3e8
     # R and r are two variables, and variables are real.
-    reader = Reader(is_real=True, config=ConversionConfig(lowercase_symbols=False))
-    said = reader.parse(latex)
-    if said.has(sympy.zoo, sympy.nan):
+    parser = Parser(is_real=True, config=ConversionConfig(lowercase_symbols=False))
+    formula = parser.parse(latex)
+    if formula.has(sympy.zoo, sympy.nan):
         raise ValueError("it divides by 0")
-    return parts_of(said)
+    return normal_form(formula)
 
 
-def parts_of(said: Any) -> Any:
-    """A list of parts without order, a tuple of those with one, or a term or equation.
+def normal_form(formula: Any) -> Any:
+    """Return a list if order does not matter, a tuple if it does, else a sympy object.
 
-    A list tells how often a part is there. (1,2) is a pair and an open interval in one;
-    [1,2) has two parts more, for its ends. A union is the list of its intervals. An
-    inequality in one variable is the set of what the variable may be.
+    A list keeps repeated items. (1,2) is both a pair and an open interval; [1,2) has
+    two more items, for its ends. A union is the list of its intervals. An inequality in
+    one variable is the set of the values that the variable may have.
     """
-    if isinstance(said, (sympy.Union, sympy.Complement, sympy.Intersection)):
-        said = said.doit()
-    elif isinstance(said, sympy.Eq):
-        return said
-    elif isinstance(said, (Relational, sympy.And)) and len(said.free_symbols) == 1:
-        said = said.doit().as_set()
-    if isinstance(said, sympy.Interval):
-        ends = said.left_open, said.right_open
-        return (said.start, said.end, *(ends if ends != (True, True) else ()))
-    if isinstance(said, sympy.MatrixBase):
-        return tuple(map(tuple, said.tolist()))
-    if isinstance(said, sympy.Tuple):
-        return tuple(map(parts_of, said))
-    if isinstance(said, (sympy.FiniteSet, sympy.Union, sympy.And)):
-        parts = [parts_of(part) for part in getattr(said, "_unsorted_args", said.args)]
-        return parts[0] if len(parts) == 1 else parts
-    return said
+    if isinstance(formula, (sympy.Union, sympy.Complement, sympy.Intersection)):
+        formula = formula.doit()
+    elif isinstance(formula, sympy.Eq):
+        return formula
+    elif (
+        isinstance(formula, (Relational, sympy.And)) and len(formula.free_symbols) == 1
+    ):
+        formula = formula.doit().as_set()
+    if isinstance(formula, sympy.Interval):
+        ends = formula.left_open, formula.right_open
+        return (formula.start, formula.end, *(() if all(ends) else ends))
+    if isinstance(formula, sympy.MatrixBase):
+        return tuple(map(tuple, formula.tolist()))
+    if isinstance(formula, sympy.Tuple):
+        return tuple(map(normal_form, formula))
+    if isinstance(formula, (sympy.FiniteSet, sympy.Union, sympy.And)):
+        items = getattr(formula, "_unsorted_args", formula.args)
+        return [*map(normal_form, items)] if len(items) != 1 else normal_form(items[0])
+    return formula
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two formulas, as formula_of has them, say the same."""
+def are_equal(a: Any, b: Any) -> bool:
+    """Return whether two formulas in normal form are equal."""
     if isinstance(a, sympy.Eq) != isinstance(b, sympy.Eq):
         a, b = value_of(a), value_of(b)
     elif isinstance(a, sympy.Eq) and a.lhs == b.lhs:
-        a, b = parts_of(a.rhs), parts_of(b.rhs)
+        a, b = normal_form(a.rhs), normal_form(b.rhs)
+    if isinstance(a, list) != isinstance(b, list):
+        a, b = in_order(a), in_order(b)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         if isinstance(a, tuple) or not a:
-            return all(map(same, a, b))
-        # Any part of b may be the first one of a, if the others are the same then.
-        places = range(len(b))
-        return any(same((a[0], a[1:]), (b[i], b[:i] + b[i + 1 :])) for i in places)
+            return all(map(are_equal, a, b))
+        # The first item of a may be any item of b if the others are then equal.
+        return any(
+            are_equal((a[0], a[1:]), (item, b[:i] + b[i + 1 :]))
+            for i, item in enumerate(b)
+        )
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
         return a == b or is_zero(a - b)
     if isinstance(a, Relational) and isinstance(b, Relational):
-        # They may differ by a factor: x < y, 2x < 2y and -x > -y are the same.
+        # They may differ by a factor: x < y, 2x < 2y and -x > -y are equal.
         factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
         kind = b.func if factor.is_positive else b.reversed.func
         return bool(
@@ -124,32 +120,49 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def value_of(said: Any) -> Any:
-    r"""18 for x = 18, m+n = 18, AB = 18, f(3) = 18, |z| = 18, 9+9 = 18; the pair for
-    (x, y) = (1, 2)."""
-    if not isinstance(said, sympy.Eq):
-        return said
-    left, right = said.args
-    # m is of m\angle ABC; the other is f^{-1}(3).
+def in_order(formula: Any) -> Any:
+    """Return the list x = 2, y = 5 as a tuple of equations, in alphabetical order.
+
+    Any other formula is returned unchanged.
+    """
+    if not isinstance(formula, list):
+        return formula
+    names = {e.lhs for e in formula if isinstance(e, sympy.Eq) and e.lhs.is_Symbol}
+    return tuple(sorted(formula, key=str)) if len(names) == len(formula) else formula
+
+
+def value_of(formula: Any) -> Any:
+    r"""Return 18 for x = 18, m+n = 18, AB = 18, f(3) = 18, |z| = 18 and 9+9 = 18.
+
+    It is the pair for (x, y) = (1, 2). Any other formula is returned unchanged.
+    """
+    if not isinstance(formula, sympy.Eq):
+        return formula
+    left, right = formula.args
+    # AmBC is how m\angle ABC is parsed, and 1/f(3) how f^{-1}(3) is.
     is_name = re.fullmatch(r"[A-Z](\*[A-Zm])+|1/\w\(.*\)", str(left))
-    is_sum = all(part.is_Symbol for part in sympy.Add.make_args(left))
-    # Whoever writes (y, x) = (1, 2) does not mean the pair (1, 2).
+    is_sum = all(term.is_Symbol for term in sympy.Add.make_args(left))
+    # Somebody who writes (y, x) = (1, 2) does not mean the pair (1, 2).
     is_pair = isinstance(left, sympy.Tuple) and list(left) == sorted(left, key=str)
-    if isinstance(left, OF_A_NAME) or is_name or is_sum or is_pair:
-        return parts_of(right)
+    if isinstance(left, NAMED) or is_name or is_sum or is_pair:
+        return normal_form(right)
     if right.is_Symbol:
         return left
-    return right if not left.free_symbols and same(left, right) else said
+    return right if not left.free_symbols and are_equal(left, right) else formula
 
 
 def is_zero(term: sympy.Expr) -> bool:
-    """Whether a term is 0. A number is, if it is small beside the terms of its sum."""
+    """Return whether a term is 0: a number is if it is small beside its summands."""
     term = term.subs(sympy.Symbol("i", real=True), sympy.I).doit()
     if term.free_symbols:
         term = sympy.simplify(term)
-    if term.is_Rational or not term.is_number or term.has(*NOT_FINITE):
+    if (
+        term.is_Rational
+        or not term.is_number
+        or term.has(sympy.oo, sympy.zoo, sympy.nan)
+    ):
         return term == 0
     scale = max(abs(part.evalf(DIGITS)) for part in sympy.Add.make_args(term))
     value = abs(term.evalf(DIGITS, maxn=DIGITS))
-    # Terms that are larger could cancel, and hide whatever else is there.
+    # Larger summands could cancel and hide a difference.
     return bool(scale < 10**100 and value < scale / 10 ** (DIGITS - 100))

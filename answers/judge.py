@@ -1,16 +1,17 @@
-r"""Whether two formulas are equal: sympy, in processes that the kernel can kill.
+r"""Decides whether formulas are equal in processes that the kernel can kill.
 
-sympy computes 98^{97^{96}} until memory runs out, in one call that no thread, exception
-or signal handler can interrupt.
+sympy computes 98^{97^{96}} until memory runs out, in a single call that no thread,
+exception or signal handler can interrupt.
 
-So `equal_formulas` runs this file once for each batch. That process, the judge, loads
+So `equal_formulas` runs this file once for each batch. That process, the judge, imports
 answers/formulas.py and then forks one child for each pair, a few at a time. A child
-compares its pair and tells the verdict by its exit code. It has LIMIT seconds of CPU
-time, which waiting for a core does not use up, and MEMORY bytes. A child that meets one
-of these limits has found that the formulas are not equal. Anything else that ends a
-child, and a judge that cannot work, is an error and never a verdict.
+compares its pair and reports the verdict by its exit code. It may use LIMIT seconds of
+CPU time, not counting the time in which it waits for a core, and MEMORY bytes. If a
+child reaches a limit, its formulas count as not equal. Any other end of a child, and a
+judge that cannot work, is an error and never a verdict.
 
-A verdict depends on its pair alone: every child begins as the same copy of the judge.
+A verdict depends only on its pair, because every child starts as the same copy of the
+judge.
 """
 
 import ctypes
@@ -24,19 +25,25 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 3.0  # seconds of CPU time; honest pairs need 0.08 as a rule, 0.8 at most
-MEMORY = 2**29  # bytes of address space, of which the judge itself has an eighth
-WORKERS = 4  # children at once
+LIMIT = 3.0  # seconds of CPU time; an honest pair usually needs 0.08 and at most 0.8
+MEMORY = 2**29  # bytes of address space, an eighth of which the judge itself takes
+WORKERS = 4  # children that run at once
 
-# The exit codes of a child. Python's own are 0, 1 and 2.
+# The exit codes of a child that ends in an orderly way. Python's own are 0, 1 and 2.
 EQUAL = 10
 UNEQUAL = 11
-# What ends a child at a limit: the timer, the stack, or memory.
-AT_A_LIMIT = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
+# How a child may end, with the verdict. The signals are those of the limits: of the
+# timer, of the stack and of memory.
+VERDICTS = {
+    EQUAL: True,
+    UNEQUAL: False,
+    -signal.SIGPROF: False,
+    -signal.SIGSEGV: False,
+    -signal.SIGABRT: False,
+}
 
-# Comparing these loads what is needed, and shows that it works.
+# Comparing these imports everything that is needed, and shows that it works.
 EQUAL_PAIRS = [
-    (r"\frac{1}{2}", "0.5"),
     (r"\{1, \sqrt{12}\}", r"2\sqrt{3}, 1"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
     ("x^2+2x+1", "(x+1)^2"),
@@ -44,14 +51,15 @@ EQUAL_PAIRS = [
 
 
 def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
-    """Whether gold and answer, both LaTeX, are equal, for each pair.
+    """Return for each pair of a gold answer and an answer in LaTeX if they are equal.
 
-    Raises RuntimeError, in one sentence, if the judge cannot work on this machine.
+    Raises RuntimeError, with one sentence, if the judge cannot work on this machine.
     """
     done = subprocess.run(
         [sys.executable, "-m", "answers.judge", str(os.getpid())],
         cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": "0"},  # by which sympy orders its sets
+        # The hash seed determines the order of sympy's sets.
+        env=os.environ | {"PYTHONHASHSEED": "0"},
         input=json.dumps(pairs),
         capture_output=True,
         text=True,
@@ -63,40 +71,39 @@ def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
 
 
 def main() -> None:
-    """The judge: pairs as JSON on stdin, verdicts as JSON on stdout."""
+    """Run the judge: it reads pairs as JSON from stdin and prints verdicts as JSON."""
     end_with(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for gold, answer in EQUAL_PAIRS:
-        if not equal(gold, answer):
-            sys.exit(
-                f"sympy does not find {gold} and {answer} to be equal: install the "
-                "versions of requirements.txt"
-            )
+    if not all(equal(*pair) for pair in EQUAL_PAIRS):
+        sys.exit(
+            f"sympy does not find the pairs {EQUAL_PAIRS} to be equal: install the "
+            "versions of requirements.txt"
+        )
     gc.freeze()  # a garbage collection in a child would copy the judge's memory
-    print(json.dumps(verdicts_on(json.load(sys.stdin))))
+    print(json.dumps(compare_all(json.load(sys.stdin))))
 
 
-def verdicts_on(pairs: list[list[str]]) -> list[bool]:
-    """Whether [gold, answer] are equal, for each pair, found by a child of its own."""
-    verdicts = {}
+def compare_all(pairs: list[list[str]]) -> list[bool]:
+    """Return for each [gold, answer] whether they are equal, each by its own child."""
+    verdicts = [False] * len(pairs)
     waiting = list(enumerate(pairs))
     running = {}  # process id: index of its pair
     while waiting or running:
         if waiting and len(running) < WORKERS:
-            index, (gold, answer) = waiting.pop()
-            running[start_child(gold, answer)] = index
+            index, pair = waiting.pop()
+            running[start_child(*pair)] = index
             continue
         process, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        if code not in (EQUAL, UNEQUAL) and -code not in AT_A_LIMIT:
+        if code not in VERDICTS:
             sys.exit(f"a comparison ended with exit code {code}; memory may be short")
-        verdicts[running.pop(process)] = code == EQUAL
-    return [verdicts[index] for index in range(len(pairs))]
+        verdicts[running.pop(process)] = VERDICTS[code]
+    return verdicts
 
 
 def start_child(gold: str, answer: str) -> int:
-    """The id of a new process that compares one pair and exits with its verdict."""
+    """Fork a child that compares a pair, and return its process id."""
     judge = os.getpid()
     process = os.fork()
     if process:
@@ -107,25 +114,26 @@ def start_child(gold: str, answer: str) -> int:
         signal.setitimer(signal.ITIMER_PROF, LIMIT)
         if equal(gold, answer):
             code = EQUAL
-    except Exception:  # no formula, or too deep, or too large
+    except Exception:  # not a formula, too deeply nested, or too large
         pass
     finally:
         os._exit(code)  # a child never returns into the judge's code
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that happens."""
-    pr_set_pdeathsig = 1  # of linux/prctl.h
+    """Make the kernel kill this process when its parent ends, however that happens."""
+    pr_set_pdeathsig = 1  # from linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before that
+    if os.getppid() != parent:  # the parent ended before that
         os._exit(1)
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two LaTeX formulas say the same; an Exception where one says nothing."""
-    from answers.formulas import formula_of, same  # not in the trainer: it takes 1 s
+    """Return whether two LaTeX formulas are equal. May raise any Exception."""
+    # Imported here and not at the top: the trainer must not load sympy.
+    from answers.formulas import are_equal, parse_formula
 
-    return same(formula_of(gold), formula_of(answer))
+    return are_equal(parse_formula(gold), parse_formula(answer))
 
 
 if __name__ == "__main__":

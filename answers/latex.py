@@ -1,12 +1,14 @@
-r"""LaTeX as people mean it: one spelling for what can be written in many.
+r"""Rewrites LaTeX as people write it into one spelling.
 
-answers/formulas.py reads the result. A rewrite that is missing costs a model the reward
-of a right answer. A unit that is none may give it the reward of a wrong one, which it
-would find and repeat. So what is neither common nor clear is left as it is.
+answers/formulas.py parses the result. A missing rule costs the model the reward for a
+correct answer. A rule that strips something that is not a unit can reward a wrong
+answer, which the model would discover and exploit. So only common, unambiguous notation
+is rewritten.
 
-An answer passes through SIGNS, and then from top to bottom through REWRITES. A row of
-these is a pattern, -> and what takes the place of all that it finds. Above it, behind a
-#, are its cases; headings stand on the right. Meanwhile a blank is a ~, to be seen.
+An answer passes through SIGNS, and then through the rows of REWRITES from top to
+bottom. A row is `pattern -> replacement`; the # comment above it lists inputs that it
+handles, and section headings are right-aligned. While the rows run, a space is written
+as ~ so that it is visible in the patterns.
 """
 
 import functools
@@ -15,7 +17,6 @@ from fractions import Fraction
 
 MAX_LENGTH = 300  # characters of an answer
 
-# Signs that LaTeX has a command for, or none.
 SIGNS = r"""
 − - – - × \times~ · \cdot~ ⋅ \cdot~ ÷ \div~ ± \pm~ ∞ \infty~ ∪ \cup~ ∩ \cap~ ∈ \in~
 ∅ \emptyset~ ≤ \le~ ≥ \ge~ ≠ \ne~ π \pi~ ℝ \mathbb{R} ∛ \sqrt[3]~ º ° ⁰ ^{0} ¹ ^{1}
@@ -24,94 +25,88 @@ SIGNS = r"""
 ⅗ \frac{3}{5} ⅘ \frac{4}{5} ⅙ \frac{1}{6} ⅚ \frac{5}{6} ⅛ \frac{1}{8} ⅜ \frac{3}{8}
 ⅝ \frac{5}{8} ⅞ \frac{7}{8} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~ ⁄ / ∕ / ％ % ₹ ~ “ ~ ” ~ 。 .
 ✅ ~ ′ ' ‐ - ‑ - ⩽ \le~ ⩾ \ge~ ₀ _{0} ₁ _{1} ₂ _{2} ₃ _{3} ₄ _{4} ₅ _{5} ₆ _{6}
-₇ _{7} ₈ _{8} ₉ _{9}
+₇ _{7} ₈ _{8} ₉ _{9} ⟨ ( ⟩ )
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# What patterns of REWRITES name. A name may stand in one above it.
-NAMES = {
-    # What stands between two = in one line.
-    "PART": r"(?:GROUP|MACRO[a-zA-Z]++~?|\([^()]*\)|[^=,;<>~(){}\\])*",
-    # Not words that part two answers, as in x=-2\text{ or maybe }x=3.
-    "MACRO": r"(?:(?<![^=])\\|\\(?!text\{[^{}]*\}~*[^=~^]))",
-    # What may be differentiated, as in \frac{d\theta}{dt}.
-    "LETTER": r"[a-zA-Z]|\\[a-z]+",
-    # What is in braces, three deep, and what LaTeX takes where there are none.
-    "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
-    "ARGUMENT": r"(\\[a-zA-Z]+|[^\\{}~])",
-    # Commas within a number, which a list does not have.
-    # Within brackets ,\, parts a pair: (3,\,200).
-    "COMMA": r"\{\s*,\s*\}|\\text\{,\}|,\s*(?:\\!|\{\}|\\,(?![^([{]*(?:[)\]]|\\\})))",
-    # Commands that change the looks alone, and those that set words.
-    "LOOKS": (
-        r"left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|fbox|boxed|"
-        r"bf|angle|(?:text)?color\{\w*\}"
-    ),
-    "STYLE": (
-        r"text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|"
-        r"boldsymbol|underline|operatorname"
-    ),
-    # min and sec are units where nothing follows.
-    "FUNCTION": (
-        r"sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|"
-        r"(?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))"
-    ),
-    # A word. Four letters behind a digit are a product, as in 2abcd.
-    "WORD": r"(?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}",
-    # Words that end in a colon.
-    "LABEL": (
-        r"\\text\{(?![^}]*\b(?i:NONE|no|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)"
-    ),
-    # A unit behind a number, with the dot or bracket and the power behind it.
-    "UNIT": (
-        r"\\text\{(?![^{}]*\b(?:(?i:NONE)|[kKMB])\b|~*(?i:MONTH)\b)(?:~*[mgshLlAVWJNC]|"
-        r"SIGN*[a-zA-Z]SIGN*[a-zA-Z.)])~*(?:POWER)?~*\}\)?(?:POWER)?"
-    ),
-    # What stands in a unit, and its powers.
-    "SIGN": r"(?:[^{}\d^]|POWER)",
-    "POWER": r"\^(?:\{-?\d\}|\d)",
-    # Words that make it another number, or are a part of what is said: 18\text{
-    # million} is not 18, and an increase is no decrease.
-    "NONE": (
-        r"one|two|three|four|five|six|seven|eight|nine|tens?|eleven|twelve|\w+teen|"
-        r"\w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|"
-        r"\w+illions?|dozens?|score|lakhs?|crores?|grand|half|halves|thirds?|"
-        r"quarters?|\w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|"
-        r"sand|lion)ths?|or|not|but|then|plus|minus|times~\w+|divided|over|point|"
-        r"squared|cubed|factorial|inverse|root|power|choose|mod\w*|remainder|base|"
-        r"[ap]m|even|odd|more|less|fewer|increas\w+|decreas\w+|gain|loss|profit|north|"
-        r"south|east|west|above|below|negative|couple|short|mil|mille|[bm]n|mln|"
-        r"\w*clockwise|(?:up|down|in|out)wards?|up|down|the~(?:left|right)|max\w*|"
-        r"minimum|least|most|repeating|recurring|basis|binary|AD|BCE?|is|are|if|when|"
-        r"twice|thrice|doubled|tripled|noon|midnight|(?:for|back)wards?"
-    ),
-    # At the beginning of a text they make a date: 15\text{ April}.
-    "MONTH": (
-        r"january|february|march|april|may|june|july|august|"
-        r"(?:sept|nov|dec)ember|october"
-    ),
-    # The usual range of a parameter, which may be left out.
-    "REAL": r"[,(][a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])",
-    # What keeps it: a part of the range. From 0 or 1 on, or but for 0, is none.
-    "CONDITION": (
-        r"[^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|"
-        r"\\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|"
-        r"[^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)"
-    ),
-    # These make a list, but "and" between inequalities is no "or".
-    "AND": r"or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))",
-    # Units that may stand behind a number without more ado.
-    "SHORT": (
-        r"[cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD|km/hr?|m/s|sq~ft|"
-        r"per~day"
-    ),
-}
+# Names for patterns in the rows of REWRITES and in the names above.
+# Space and line breaks in a pattern are ignored. What a name stands for:
+#   PART       what is between two = of one line
+#   MACRO      a command in a PART, but not words that separate two answers, as in
+#              x=-2\text{ or maybe }x=3
+#   LETTER     what can be differentiated, as in \frac{d\theta}{dt}
+#   GROUP      braces with their content, three levels deep
+#   ARGUMENT   what LaTeX takes as an argument without braces
+#   COMMA      a comma inside a number. After an opening bracket, ",\," separates the
+#              entries of a pair instead, as in (3,\,200)
+#   LOOKS      commands that only change the appearance
+#   STYLE      commands that set their argument as words
+#   FUNCTION   functions. "min" and "sec" are units if nothing follows them
+#   WORD       a word. Four letters after a digit are a product, as in 2abcd
+#   LABEL      words that end with a colon
+#   BASIS      what precedes the letter of a basis vector, as in \mathbf{i} and
+#              \hat{\imath}
+#   CLOSE      what follows it
+#   UNIT       a unit after a number, with the bracket, dot and power that follow it
+#   SIGN       what a unit is made of
+#   NONE       words that are not a unit, as they change the number or its meaning: 18
+#              million is not 18, and an increase is not a decrease
+#   MONTH      months
+#   REAL       the usual range of a parameter, which may be left out
+#   CONDITION  what restricts that range, so that it may not be left out. "From 0 or 1
+#              on" and "except 0" do not count as restrictions
+#   AND        words between the items of a list; "and" between inequalities is not "or"
+#   SHORT      units that may follow a number directly
+#   FROM, TO   where an item of a list begins and ends
+NAMES = r"""
+PART = (?:GROUP|MACRO[a-zA-Z]++~?|\([^()]*\)|[^=,;<>~(){}\\])*
+MACRO = (?:(?<![^=])\\|\\(?!text\{[^{}]*\}~*[^=~^]))
+LETTER = [a-zA-Z]|\\[a-z]+
+GROUP = \{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}
+ARGUMENT = (\\[a-zA-Z]+|[^\\{}~])
+COMMA = \{\s*,\s*\}|\\text\{,\}|,\s*(?:\\!|\{\}|\\,(?![^([{]*(?:[)\]]|\\\})))
+LOOKS = left|right|[bB]igg?[lrm]?|displaystyle|huge|large|small|checkmark|fbox|boxed|bf|
+    angle|(?:text)?color\{\w*\}
+STYLE = text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|
+    boldsymbol|underline|operatorname
+FUNCTION = sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|
+    (?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))
+WORD = (?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}
+LABEL = \\text\{(?![^}]*\b(?i:NONE|no|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)
+BASIS = \\(?:text|hat|vec)(?:~*\{)?~*(?:\\text\{~*)?\\?
+CLOSE = (?:math)?~*\}*
+UNIT = \\text\{(?![^{}]*\b(?:(?i:NONE)|[kKMB])\b|~*(?i:MONTH)\b)
+    (?:~*[mgshLlAVWJNC]|SIGN*[a-zA-Z]SIGN*[a-zA-Z.)])~*(?:POWER)?~*\}\)?(?:POWER)?
+SIGN = (?:[^{}\d^]|POWER)
+POWER = \^(?:\{-?\d\}|\d)
+NONE = one|two|three|four|five|six|seven|eight|nine|tens?|eleven|twelve|\w+teen|
+    \w*(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|\w+illions?|
+    dozens?|score|lakhs?|crores?|grand|half|halves|thirds?|quarters?|
+    \w*(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|lion)ths?|
+    or|not|but|then|plus|minus|times~\w+|divided|over|point|squared|cubed|factorial|
+    inverse|root|power|choose|mod\w*|remainder|base|[ap]m|even|odd|more|less|fewer|
+    increas\w+|decreas\w+|gain|loss|profit|north|south|east|west|above|below|negative|
+    couple|short|mil|mille|[bm]n|mln|\w*clockwise|(?:up|down|in|out)wards?|up|down|
+    the~(?:left|right)|max\w*|minimum|least|most|repeating|recurring|basis|binary|AD|
+    BCE?|is|are|if|when|twice|thrice|doubled|tripled|noon|midnight|(?:for|back)wards?
+MONTH = january|february|march|april|may|june|july|august|october|
+    (?:sept|nov|dec)ember
+REAL = [,(][a-z~]*\\in~*\\mathbb\{?[RZ](?!\}?[\^_])
+CONDITION = [^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|
+    \\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|
+    [^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)
+AND = or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))
+SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD|km/hr?|m/s|sq~ft|
+    per~day
+FROM = (?:^|(?<=,)|(?<=,~))
+TO = (?=~*(?:,|$))
+"""
 
 REWRITES = r"""
                                                                     Blanks and signs
-# 10⁻³ and x₁₀, whose exponents and subscripts are two by now
+# 10⁻³ and x₁₀, which SIGNS turns into two exponents or subscripts
 (([_^])\{-?\d*)\}\2\{ -> \1
-# 18 with a zero-width space, or in the colours of a terminal
+# 18 with a zero-width space, or in the colors of a terminal
 [\u200b\u2060\ufeff]|\x1b\[\d*m ->
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
@@ -120,13 +115,19 @@ REWRITES = r"""
 # {-}5, 4{:}30
 \{([-:+=])\} -> \1
 # 15\,\text{cm}, x=3,\; x=5
-(?<!\\)\\[,;:!> ]|\\q?quad\b|\\(?:thin|en)space\b|\s -> ~
+(?<!\\)\\[,;:!> ]|\\(?:q?quad|thinspace|enspace)(?![a-z])|\s -> ~
 # \$18, \euro18, \[18\], \(18\), **18**
 \\?\$|\\(?:euro|pounds|cent|mathdollar)(?![a-z])|\\[]()[]|\*\* -> ~
+# \langle 1,2\rangle
+\\langle(?![a-z]) -> (
+\\rangle(?![a-z]) -> )
 # 1,2,...,n
 \.{3,}|\\[lc]?dots\b -> \\ldots~
 # \left(, \Big[, \displaystyle, \boxed{5}, \textcolor{red}{18}
 \\(?:LOOKS)(?![a-zA-Z]) ->
+# ]1,3[, ]-\infty,1] \cup [2,\infty[
+(^|\\(?:cup|in)~*)\](?=[^][]*,) -> \1(
+,([^][(),]*)\[(?=~*(?:\\cup|$)) -> ,\1)
 # {3 \over x+4}, {4 \choose 2}
 \{([^{}]*)\\over\b([^{}]*)\} -> \\frac{\1}{\2}
 \{([^{}]*)\\choose\b([^{}]*)\} -> \\binom{\1}{\2}
@@ -138,31 +139,55 @@ REWRITES = r"""
 # \text{5 cm}, \text{−5}, \text{1, 2}; 5\text{}; but not \text{m/s^2}
 \\text\{([^{}]*(?<!\^)\d[^{}]*|[^{}a-zA-Z~][^{}a-zA-Z]*)\} -> \1
 ^\\text\{~*\}|\\text\{~*\}~*(?=\\text|$) ->
+# \operatorname{tg} x, \ctg x, \arctg 2, \lg 5
+\\text\{~*(arc)?tg~*\}|\\(arc)?tg(?![a-z]) -> \\\1\2tan~
+\\text\{~*(arc)?co?tg~*\}|\\(arc)?co?tg(?![a-z]) -> \\\1\2cot~
+\\text\{~*lg~*\}|\\lg(?![a-z]) -> \\log_{10}~
 # \text{gcd}(4,6), sqrt(3), pi/2, sinx
 \\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?!x?[a-wyzA-Z]) -> \\\1\2~
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # Sunday, 18 dollars, 64 square feet
 (?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
+# \text{an ellipse}
+^\\text\{~*(?:an?|the)~+(?=[a-z]{3}) -> \\text{
 # {15\text{ cm}^2}
 ^\{((?:[^{}]|GROUP)*)\}$ -> \1
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is no list
 ,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
-# _4C_2, {}^4C_2, C(4,2)
-(?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*C_\{?(\d+)\}? -> \\binom{\1}{\2}
+# _4C_2, {}^4C_2, C(4,2), C_4^2, C^2_4; {}_4P_2, P(4,2)
+(?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*([CP])_\{?(\d+)\}? -> \2(\1,\3)
+^C\^\{?(\d+)\}?_\{?(?!1\b)(\d+)\}?$ -> C(\2,\1)
+^C_\{?(?!1\b)(\d+)\}?\^\{?(\d+)\}?$ -> C(\1,\2)
 (?<![\w\\])C\((\d+),~*(\d+)\) -> \\binom{\1}{\2}
+(?<![\w\\])P\((\d+),~*(\d+)\) -> \\frac{\1!}{(\1-\2)!}
+# 5!!, 6!!
+(\d*[13579])!!(?!!) -> \\frac{(\1+1)!}{2^{(\1+1)/2}((\1+1)/2)!}
+(\d*[02468])!!(?!!) -> (2^{\1/2}(\1/2)!)
+# \overline{3+4i}, \overline{3-4i}
+\\(?:overline|bar)~*\{([^{}]+)\+~*(\d*)~*i~*\} -> (\1-\2i)
+\\(?:overline|bar)~*\{([^{}]+)-~*(\d*)~*i~*\} -> (\1+\2i)
+# 3\mathbf{i}-\mathbf{j}+2\hat{k}
+(^|[+-])~*(?=BASIS(?:[ij].*BASISk|kCLOSE$)) -> \g<1>1
+^([^,]+?)BASISiCLOSE([^,]+?)BASISjCLOSE([^,]+?)BASISkCLOSE$ -> (\1,\2,\3)
+# 4\pmod 7, 4 \mod 7, 4 (\text{mod }7), x \equiv 4 \pmod{7}
+~*\(?~*(?:\\[bp]?mod(?![a-z])|\\text\{~*mod~*\})~*\{?~*(\d+)~*\}?~*\)? -> \\text{mod~\1}
+^[a-z]~*\\equiv~*(?=.*\\text\{mod) ->
 # "5", 72,
 ^(?:[~*`"_#:]|=>?)+|[~*`"_.,;:\\]+$ ->
 # f(x)=x\text{ for all }x, x=k\pi, k\in\mathbb{Z}
 [,~]*(?:\\forall|\\text\{~*for~(?:all|any|some|every)\b|REAL)(?!CONDITION)[^,]* ->
+# \text{Answer: C}, \text{The answer is C}, Option C
+^(?i:\\text\{(?:[^{}]*\banswer(?:~is)?|option|choice))[~:}]*\(?([A-J])\)?[~.]*\}?$ -> \1
 # \text{Answer}: 5, the answer is 5, \text{Cost: }5; but not \text{I and III only}
 ^\\text\{(?![^}]*\bno)[^}]*\b(?i:answer|total|only|therefore|is)[~:=,]*\}[~:=,]*(?=.) ->
 ^LABEL~*(?!.*\\text)(?=.) ->
 # USD 18
 ^(?:\\text\{)?~*(?:USD?|Rs|EUR)\b\.?~*\}?(?=~*-?[\d.]) ->
-# \textbf{(E)}\ 5, (E) 5, C. x = 42, \text{C. Paris}
+# \textbf{(E)}\ 5, (E) 5, C. x = 42, \text{C. Paris}, B)
+^([A-J])\)$ -> \1
 ^(?:\\text\{~*)?\(([A-J])\)(?:~*\}|~)(?!.*\([A-Z]\)).* -> \1
 ^(?:\\text\{~*)?([A-J])[.:)]~(?!.*\b[A-Z]\b).* -> \1
                                                                     Units
@@ -174,6 +199,9 @@ REWRITES = r"""
 # 5:30\text{ p.m.}, 5:30 p.m., 5\text{ PM}, 5 PM
 ~*(?:\\text\{~*)?(?<!\\)\b(?i:([ap])\.~?m)\b\.?~*\}? -> \\text{\1m}
 (?<=:\d\d)~*(?i:([ap])m)\b|(?<=\d)~([AP])M$ -> \\text{\1\2m}
+# \text{March }14, 14\text{ March}, March 14th, 2024
+^(?:\\text\{~*)?(?i:(MONTH))[~}]*(\d\d?)(?:,?~*(\d{4}))?$ -> \\text{\1~\2~\3}
+^(\d\d?)~*(?:\\text\{~*)?(?i:(MONTH))[~}]*(?:,?~*(\d{4}))?$ -> \\text{\2~\1~\3}
 # 15\frac{\text{m}}{\text{s}}
 (?<=\d)~*\\d?frac\{~*(UNIT)~*\}\{~*(UNIT)~*\} -> \1/\2
 # 5\text{ cm}^2, 9\text{ m/s^2}, 12\pi\mbox{ cm}, 36\text{ km}/\text{h}, 9 (apples)
@@ -202,8 +230,12 @@ _~*(\w) -> _{\1}
 \^\{?('+)\}? -> \1
 (?<=[a-zA-Z])' -> _{prime}
 \^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
-# 204_5, 1A3_{16}: a numeral becomes a name, which is equal to itself alone
-(?<![\w.}^])(\d[\dA-F]*)_\{(\d+)\} -> \\text{\1~base~\2}
+# 204_5, 1A3_{16}, 2f_{16}: a numeral becomes a name, which is equal only to itself
+(?<![\w.}^])(\d(?:[\dA-F]*|[\da-f]*(?=_\{16)))_\{(\d+)\} -> \\text{\1~base~\2}
+# 2024-05-01, 555-1234, (555) 123-4567, 10-15, which are no subtractions; 10 - 3 is one
+FROM(\+?[\d()~]*\d\)?-\d[\dX-]*)TO -> \\text{\1}
+# 05/01/2024, 05/2024, 10:05, which are no quotients
+FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+|\d+:0\d)TO -> \\text{\1}
                                                                     Arguments
 # 2 3/4, x = 2 11/12
 (?<![^=,~])(-?\d+)~(\d(?=/)|\d\d(?=/\d\d))/(\d+)(?=[~,]|$) -> \1\\frac{\2}{\3}
@@ -225,21 +257,24 @@ _~*(\w) -> _{\1}
 \^(-\d+|-[a-z]) -> ^{\1}
 # \sqrt[3]{-2} is real
 \\sqrt(\[\d*[13579]\])\{-(\w+)\} -> (-\\sqrt\1{\2})
+# \sqrt[3]{x^2} is x^{2/3}
+\\sqrt\[([3579])\]\{([a-z]|\([^()]*\))\^\{?(\d)\}?\} -> \2^{\3/\1}
 # x^\frac12
 \^~*(\\frac(?:GROUP){2}) -> ^{\1}
-# 0.\bar{3}, 0.\overline{3}, 0.1\overline{6}, 0.\overline{12}, 0.\overline{142857}
-(?<=[.\d])\\(?:bar|overline)~*(?:\{(\d+)\}|(\d)) -> \\overline{\1\2}
-(\d*)\.\\overline\{(\d)\} -> (0\1+\\frac{\2}{9})
-(\d*\.\d)\\overline\{(\d)\} -> (\1+\\frac{\2}{90})
-(\d*\.\d)\\overline\{(\d\d)\} -> (\1+\\frac{\2}{990})
-(\d*)\.\\overline\{(\d\d)\} -> (0\1+\\frac{\2}{99})
-(\d*)\.\\overline\{(\d{3})\} -> (0\1+\\frac{\2}{999})
-(\d*)\.\\overline\{(\d{6})\} -> (0\1+\\frac{\2}{999999})
+# 0.\bar{3}, 0.\dot{3}, 0.\dot{1}4\dot{2}, 0.(3), 0.58\overline{3} = 0.58+0.003/0.9
+(?<=[.\d])\\dot~*\{?(\d)\}?(\d*)\\dot~*\{?(\d)\}? -> \\overline{\1\2\3}
+(?<=[.\d])\\(?:bar|overline|dot)~*(?:\{(\d+)\}|(\d)) -> \\overline{\1\2}
+(?<=\.)\((\d+)\) -> \\overline{\1}
+(\d*)\.(\d*)\\overline\{(\d+)\} -> (0\1.\g<2>0+\\frac{0.\2⟨\3}{0.\3⟩})
+# and the digits before ⟨ become 0, and those before ⟩ become 9
+\d(?=\d*⟨) -> 0
+\d(?=\d*⟩) -> 9
+[⟨⟩] ->
                                                                     The whole
-# x + 1 is x+1, but 1 2 is not 12, and 32, 349 not 32,349
+# x + 1 is x+1; but 1 2 is not 12, and 32, 349 is not 32,349
 ~~+ -> ~
 (?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
-# 0,100 is a list, and 1,000\pi is a number
+# 0,100 is a list; but 1,000\pi is a number
 (?<![\d,.])0,(?=\d{3}(?!\d)) -> 0,~
 (?<![\d,.])([1-9]\d?\d?),(?=0\d\d(?![\d,])) -> \1
 # \mathbb{R}-\{3\}
@@ -253,35 +288,29 @@ _~*(\w) -> _{\1}
 """
 
 
-def compiled(table: str) -> list[tuple[re.Pattern, str]]:
-    """The patterns of such a table and what takes the place of what they find."""
-    for name, pattern in NAMES.items():
-        table = table.replace(name, pattern)
-    rows = re.findall(r"(?m)^(?! |#)(.+?) ->(.*)$", table)
-    return [(re.compile(pattern), place.strip()) for pattern, place in rows]
-
-
-PATTERNS = compiled(REWRITES)
+for name, pattern in re.findall(r"(?m)^([A-Z]+) = (.*(?:\n .*)*)", NAMES):
+    REWRITES = REWRITES.replace(name, re.sub(r"\s", "", pattern))
+PATTERNS = [
+    (re.compile(pattern), replacement.strip())
+    for pattern, replacement in re.findall(r"(?m)^(?! |#)(.+?) ->(.*)$", REWRITES)
+]
 TRANSLATION = str.maketrans(dict(zip(*[iter(SIGNS.split())] * 2, strict=True)))
 
 
 @functools.lru_cache(2**16)
 def latex_of(text: str) -> str:
-    """An answer in the one spelling; "" for one that is too long."""
+    """Return an answer in the one spelling; "" if it is over MAX_LENGTH characters."""
     if len(text) > MAX_LENGTH:
         return ""
     text = text.translate(TRANSLATION)
-    for pattern, place in PATTERNS:
-        text = pattern.sub(place, text.strip("~ "))
+    for pattern, replacement in PATTERNS:
+        text = pattern.sub(replacement, text.strip("~ "))
     text = re.sub(r"\\text\{[^{}]*", lambda words: words[0].lower(), text)
     return text.replace("~", " ")
 
 
-NUMBER = re.compile(
-    r"-?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d\d?)?", re.ASCII
-)
-
-
 def number_of(latex: str) -> Fraction | None:
-    """The value of 1,234.50 or -.5 or 6e-5, exactly; None for what is no number."""
-    return Fraction(latex.replace(",", "")) if NUMBER.fullmatch(latex) else None
+    """Return the exact value of 1,234.50, -.5 or 6e-5; None if it is not a number."""
+    number = r"-?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d\d?)?"
+    matches = re.fullmatch(number, latex, re.ASCII)
+    return matches and Fraction(latex.replace(",", ""))

@@ -14,7 +14,7 @@ from unicodedata import normalize
 
 from pydantic.dataclasses import dataclass
 
-from answers.extraction import ends_thought, final_answer, last_box, last_thought_tag
+from answers.extraction import final_answer, last_box, last_thought_tag
 from answers.latex import MAX_LENGTH, latex_of, number_of
 from support.command import Refused, one_line
 
@@ -304,7 +304,7 @@ def load_split(
     # A chat template may open the thoughts itself, at the end of every prompt.
     prompt = tokenizer.decode(prompts[0]).rstrip()
     tag = last_thought_tag(prompt)
-    is_open = tag and not ends_thought(tag[0]) and tag.end() == len(prompt)
+    is_open = tag and tag["begin"] and tag.end() == len(prompt)
     return Dataset(
         [problems[number] for number in kept],
         [prompts[number] for number in kept],

@@ -274,6 +274,39 @@ x_5+x_6+x_7+x_8+x_9 == x₅+x₆+x₇+x₈+x₉
 10:45\text{ a.m.} == 10:45 am
 55 == S₁₀ = 55
 50 == \text{Area}=2\cdot25\text{ cm}^2=50\text{ cm}^2
+\frac{7}{12} == 0.58\overline{3}
+-\frac{7}{3},\frac{101}{3} == -2.\dot{3},33.(6)
+\frac17,\frac16 == 0.\dot{1}4285\dot{7},0.1\dot{6}
+(2,5) == x=2,\ y=5
+(2,5,7) == y=5, z=7, x=2
+\log_{10}5 == \lg 5
+\tan x+\cot x == \tg x + \operatorname{ctg} x
+\arctan 2 == \arctg 2
+(1,3) == ]1,3[
+(-\infty,1]\cup[2,\infty) == ]-\infty,1]\cup[2,\infty[
+C == \text{Answer: C}
+C == The answer is C
+C == Option C
+B == B)
+x^{2/3} == \sqrt[3]{x^2}
+15,48 == 5!!,6!!
+20,20 == {}_5P_2,P(5,2)
+10 == C_5^2
+10 == C^2_5
+3-4i == \overline{3+4i}
+2+i == \overline{2-i}
+(3,-1,2) == \langle 3,-1,2\rangle
+(3,-1,2) == ⟨3,-1,2⟩
+(3,-1,2) == 3\mathbf{i}-\mathbf{j}+2\hat{k}
+2F_{16} == 2f_{16}
+4\pmod 7 == 4 \mod 7
+4\pmod 7 == x \equiv 4\ (\text{mod }7)
+\text{ellipse} == \text{an ellipse}
+\text{March }14 == 14\text{ March}
+\text{May }1,2024 == 1 May 2024
+2024-05-01 == \text{2024-05-01}
+7 == 10 - 3
+2 == 1\thinspace + 1
 """
 for line in SPELLINGS.strip().splitlines():
     SAME_FORMULA.append(tuple(line.split(" == ")))
@@ -433,6 +466,44 @@ f(x)=x\text{ for all }x\ge0 != f(x)=x\text{ for all }x\le0
 f(n)=n\text{ for all odd }n != f(n)=n\text{ for all even }n
 k\pi,k\in\mathbb{Z}\setminus\{0\} != k\pi,k\in\mathbb{Z}
 5 != 10^{950}(\sqrt2+\sqrt3-\sqrt{5+2\sqrt6})
+2024-05-01 != 2018
+2024-05-01 != 2024-04-02
+05/01/2024 != 5/2024
+05/2024 != \frac{5}{2024}
+1/2/3 != \frac16
+555-1234 != -679
+(555) 123-4567 != 63698
+978-3-16-148410-0 != -147451
+10-15 != -5
+1-3,5-7 != 2-4,6-8
+1.2.3 != 0.24
+10:05 != 2
+1:30:00 != 3:60:00
+\text{May }1,2024 != \text{May }2,2024
+123 != 1,23
+1.23 != 1,23
+1,234 != 1.234
+(2,5) != x=5,y=2
+(2,5) != x=2,x=5
+(2,5) != x+1=2,y+1=5
+2,5 != 2,y=6
+120! != 5!!
+5 != \lg 5
+\ln 5 != \lg 5
+C_1^2 != 0
+x != \sqrt{x^2}
+3+4i != \overline{3+4i}
+[1,3] != ]1,3[
+[1,3) != ]1,3]
+(3,1,2) != 3\mathbf{i}-\mathbf{j}+2\mathbf{k}
+4\pmod 7 != 4
+4\pmod 7 != 4\pmod 9
+B != \text{Answer: C}
+A != \text{The answer is not A}
+0.583 != 0.58\overline{3}
+\frac12 != 0.(5)
+12 != 1\thinspace2
+3 != {1}{2}
 """
 for line in OTHERS.strip().splitlines():
     ANOTHER_FORMULA.append(tuple(line.split(" != ")))
@@ -447,11 +518,10 @@ FOUND = [
     r"\{ so \boxed{5}",
     r"<think>\boxed{3}</think> \boxed{5}",
     r"<think>#### 3</think> #### 5",
-    r"[THINK]\boxed{3}[/THINK] \boxed{5}",
-    r"<|begin_of_thought|>\boxed{3}<|end_of_thought|> \boxed{5}",
     r"So it is \boxed{5 \\}",
     "<answer>#### 5<|im_end|></answer>",
     r"\boxed{5</s>}<｜end▁of▁sentence｜>",
+    "#### 5<turn|>",
     "2+3=5\n#### 5\n",
     "#### 3\nNo:\n#### 5\nThat is all.",
     "x" * 300_000 + r"\boxed{5}",
@@ -467,9 +537,7 @@ NOT_FOUND = [
     "#### 5 or 6",
     r"<think>\boxed{5}</think> So it is 5.",
     r"\boxed{5}</think> So it is 5.",  # the template has written <think>
-    r"<think>It may be \boxed{5}",
-    r"◁think▷It may be \boxed{5}",
-    r"</seed:think> <seed:think>It may be \boxed{5}",
+    r"</think><think>It may be \boxed{5}",
     r"\boxed{" + "0" * 300 + "5}",
 ]
 
@@ -585,6 +653,68 @@ def test_the_answer_is_the_last_complete_box_or_else_behind_the_last_mark(verifi
     assert score(responses, ["5"] * len(responses), verifier) == expected
 
 
+# What begins a thought, and what ends it.
+THOUGHTS = [
+    ("<think>", "</think>"),
+    ("<think >", "</think >"),
+    ('<think level="extended">', "</think>"),
+    ("<extended_thinking>", "</extended_thinking>"),
+    ("<Thought>", "</Thought><Output>"),
+    ("<analysis>", "</analysis>"),
+    ("<scratchpad>", "</scratchpad>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<reflection>", "</reflection>"),
+    ("<inner_monologue>", "</inner_monologue>"),
+    ("<chain-of-thought>", "</chain-of-thought>"),
+    ("<cot>", "</cot>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<ifm|think_fast>", "</ifm|think_fast>"),
+    ("<think_start>", "<think_end>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|><|begin_of_solution|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"),
+    ("<｜thinking｜>", "<｜/thinking｜>"),
+    ("<|thinking|>", "<|answer|>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<unused94>thought\n", "<unused95>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel>thought\n", "<channel|>"),
+    (
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+    (
+        "<|channel|>commentary to=python <|constrain|>json<|message|>",
+        "<|call|><|start|>assistant<|channel|>final <|constrain|>text<|message|>",
+    ),
+    ("<|think|>", "<|end|><|begin|>assistant<|content|>"),
+    ("<|content_thinking|>", "<|end_message|><|message_model|><|content_text|>"),
+    ("<|im_start|>think\n", "<|im_start|>answer\n"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"),
+    ("to=self<|message|>", "<|eom|>to=user<|message|>"),
+    ("Here is my thought process:\n", "\nHere is my response:\n"),
+    ("Here's my thought process:\n", "\nHere's my response:\n"),
+]
+
+
+@pytest.mark.parametrize("begin, end", THOUGHTS)
+def test_nothing_in_a_thought_is_an_answer(begin, end):
+    responses = [
+        rf"{begin}Is it \boxed{{3}}?{end}It is \boxed{{5}}.<|end|>",
+        rf"{begin}Is it \boxed{{5}}? But",
+        rf"{begin}It is \boxed{{5}}.{end}I do not know.",
+    ]
+    assert score(responses, ["5"] * 3) == [1.0, 0.0, 0.0]
+    assert score([f"{begin}3{end}5", f"{begin}5"], ["5", "5"], "exact") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["a<b, which I think, and c>d", "<https://think.com>", "<plane>", "x<y"]
+)
+def test_what_only_resembles_a_tag_of_a_thought_hides_no_answer(text):
+    assert score([rf"{text} \boxed{{5}}"], ["5"]) == [1.0]
+
+
 def test_last_box_is_the_last_box_to_close():
     assert last_box(r"a \boxed{1} b \boxed{\{2\}} c") == r"\{2\}"
     assert last_box(r"a \boxed{1} b \boxed{2") == "1"
@@ -611,6 +741,8 @@ HOSTILE = [
     "\\boxed{" + "{" * 200_000,
     "\\boxed{" * 20_000 + "}" * 20_000,
     "<think></think>" * 100_000,
+    "<" + "think" * 200_000,
+    "<think " * 140_000,
     "\\" * 1_000_000,
     "\\boxed" + " " * 1_000_000,
     "\\boxed{x" + " " * 90_000 + "y}",
@@ -708,7 +840,10 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
         ),
         # MemoryError, or in Python 3.13 OSError: Cannot allocate memory.
         ("judge.MEMORY = 2**20", "emory"),
-        ("judge.EQUAL_PAIRS = [('5', '6')]", "sympy does not find 5 and 6"),
+        (
+            "judge.EQUAL_PAIRS = [('5', '6')]",
+            "sympy does not find the pairs [('5', '6')]",
+        ),
     ],
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):

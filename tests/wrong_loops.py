@@ -588,8 +588,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the first box counts": Mistake(
         answers.extraction.last_box,
-        'if opening["box"]:',
-        'if opening["box"] and not content:',
+        '["box"]:',
+        '["box"] and not content:',
         ["test_reward.test_last_box_is_the_last_box_to_close"],
     ),
     # eval.py
