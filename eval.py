@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from reward import compute_rewards
+from reward import check_verifier, compute_rewards
 from rollout import Engine, noise_seed, prompts_of_rank
 from support.checkpoints import check_free, take_folder
 from support.log import append_row, is_unmarked
 from support.machine import init_distributed
 from support.models import check_model
-from support.tasks import Dataset, load_split
+from support.tasks import Dataset, check_same_on_ranks, load_split
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -161,7 +161,9 @@ def load_benchmarks(cfg: EvalConfig) -> dict[str, Dataset]:
             limit=cfg.limit,
             room=config.max_position_embeddings - cfg.max_response_tokens,
             drop_long=cfg.drop_long,
+            verifier=cfg.verifier,
         )
+        check_verifier(benchmarks[task])
     return benchmarks
 
 
@@ -171,6 +173,7 @@ def main() -> None:
     benchmarks = load_benchmarks(cfg)
     out = Path(cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}"))
     init_distributed()
+    check_same_on_ranks(*benchmarks.values())
     is_first = dist.get_rank() == 0
     if is_first:
         take_folder(out, cfg)

@@ -14,13 +14,14 @@ answers/judge.py compares them in processes with a limit of time and memory. An 
 that needs more counts as wrong.
 """
 
+import inspect
 import pkgutil
 import re
 
 from answers.extraction import final_answer, without_thoughts
 from answers.judge import equal_formulas
 from answers.latex import latex_of, number_of
-from support.command import Stopped, one_line
+from support.command import Refused, Stopped, one_line
 from support.tasks import Dataset
 
 
@@ -100,6 +101,33 @@ def compute_rewards(
     golds = [dataset.problems[i]["answer"] for i in indices for _ in range(samples)]
     whole = [dataset.opened + response for response in responses]
     return checked_score(whole, golds, dataset.verifier)
+
+
+def check_verifier(dataset: Dataset) -> None:
+    """Raise Refused if the user's own verifier cannot score two empty responses.
+
+    Reward functions of other trainers often take (prompts, completions, ...): they
+    would get the responses as prompts, so they are refused by their parameters' names.
+    """
+    if dataset.verifier in VERIFIERS:
+        return
+    try:
+        function = pkgutil.resolve_name(dataset.verifier)
+        first_two = " ".join([*inspect.signature(function).parameters][:2])
+        if re.search(
+            r"^\w*(?:prompt|quer|question|input|data|sample)|"
+            r" \w*(?:completion|response|output|prompt|solution_str)",
+            first_two,
+        ):
+            raise TypeError(f"its parameters begin with {first_two}")
+        compute_rewards(dataset, [0], ["", ""])
+    except Exception as error:  # the user's module may raise any
+        raise Refused(
+            f"--verifier {dataset.verifier}: {one_line(error)}; give "
+            f"{', '.join(VERIFIERS)}, or module:name of a function that takes a list "
+            "of responses and a list of their gold answers, in this order, and "
+            "returns a number in [0, 1] for each"
+        ) from None
 
 
 def checked_score(responses: list[str], golds: list[str], verifier: str) -> list[float]:

@@ -50,7 +50,7 @@ from loss import (
     restrict_to_kept_tokens,
 )
 from policy import Policy, build_policy, full_weights, sync
-from reward import compute_rewards
+from reward import check_verifier, compute_rewards
 from rollout import Engine, Rollouts, noise_seed, prompts_of_rank
 from support.checkpoints import (
     check_out_dir,
@@ -66,7 +66,7 @@ from support.models import (
     activation_bytes,
     check_model,
 )
-from support.tasks import Dataset, load_split
+from support.tasks import Dataset, check_same_on_ranks, load_split
 
 SYNC_CHECK_EVERY = 5  # steps
 
@@ -270,6 +270,7 @@ class Run:
         self.tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
 
         mesh = init_distributed()
+        check_same_on_ranks(self.train, self.heldout)
         self.out = make_out_dir(cfg)
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
         self.engine.sleep()  # The policy is built in the engine's memory.
@@ -320,8 +321,10 @@ def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
         tokenizer,
         room=room,
         drop_long=cfg.max_prompt_tokens > 0,
+        verifier=cfg.verifier,
     )
     train, heldout = load("train"), load("heldout", limit=cfg.eval_problems)
+    check_verifier(train)
     prompts = train.prompts + heldout.prompts
     return tokenizer, train, heldout, max(map(len, prompts)) + cfg.max_response_tokens
 

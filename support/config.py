@@ -44,7 +44,7 @@ class SharedConfig(Flags):
     """a model folder, the out_dir of a run, or a hub name"""
     verifier: str = ""
     """replace the task's verifier: exact, gsm8k, math, or module:name, a function of
-    yours"""
+    your own (recipes/README.md)"""
     out_dir: Folder = ""
     """the folder to write to; by default a new one in runs/, named after the time"""
     max_response_tokens: PositiveCount = 64

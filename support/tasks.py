@@ -1,15 +1,15 @@
-"""Loads the problems of a task and makes prompts of them; bad rows are refused here."""
+"""Loads the problems of a task, makes prompts of them, and refuses unusable rows."""
 
 import functools
 import json
 import os
-import pkgutil
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unicodedata import normalize
 
 from pydantic.dataclasses import dataclass
@@ -17,20 +17,22 @@ from pydantic.dataclasses import dataclass
 from answers.extraction import final_answer, last_box, last_thought_tag
 from answers.latex import MAX_LENGTH, latex_of, number_of
 from support.command import Refused, one_line
+from support.hub import COMMITS, explain, split_revision
 
 ROOT = Path(__file__).resolve().parents[1]
-VERIFIERS = ("exact", "gsm8k", "math")  # those of reward.py
+VERIFIERS = ("exact", "gsm8k", "math")  # the built-in ones, of reward.py
 
 
 @dataclass(config={"extra": "forbid"})
 class Task:
-    """Where a task's problems are and how its answers are compared."""
+    """Where the problems of a task are, and how its answers are compared."""
 
-    # A JSONL file, or a hub dataset as "hub_id split [configuration]", or None.
+    # A JSONL file, or a hub dataset as "owner/name split [configuration]", or None.
     train: Path | str | None
     heldout: Path | str | None
-    # How reward.score compares: by one of VERIFIERS, or module:name.
-    verifier: str = "math"
+    # How reward.score compares. A verifier of the user's own is named on the command
+    # line only: a folder of data must not run code.
+    verifier: Literal["exact", "gsm8k", "math"] = "math"
     # What stands before each problem in its prompt; None for nothing.
     instruction: str | None = (
         "Reason step by step and put the final answer in \\boxed{}."
@@ -39,9 +41,9 @@ class Task:
 
 AIME24 = "HuggingFaceH4/aime_2024 train"
 MATH500 = "HuggingFaceH4/MATH-500 test"
-# Hub ids and columns agree with programs that load these sets; none was loaded here
-# from the hub. gsm8k, deepscaler, aime2024 and amo-bench agree with their data cards,
-# too.
+# The ids and columns are those that other programs use to load these datasets. We have
+# loaded none of them from the hub. The data cards of gsm8k, deepscaler, aime2024 and
+# amo-bench confirm theirs.
 TASKS = {
     "tiny": Task(
         train=ROOT / "tiny/train.jsonl",
@@ -60,23 +62,61 @@ TASKS = {
     "amo-bench": Task(None, "meituan-longcat/AMO-Bench test"),
 }
 
-
-# Endings of what is a file, and no dataset of the hub.
-FILES = "jsonl?|csv|parquet|gz|txt"
-# Columns with a part of a problem that would be left out.
-MORE = ("choices", "options", "context", "passage", "article", "body")
+PROBLEM_COLUMNS = ("prompt", "problem", "question")
+COLUMNS = (*PROBLEM_COLUMNS, "answer", "solution")  # all that are read
+EMPTY = (None, "", [], False)
+# Columns that hold a part of the problem, searched for in their names, one a line and
+# the shortest first.
+PART_OF_PROBLEM = re.compile(
+    # choices: Options, answer_choices, opa, choice1, (A), or all of A, B and C
+    r"(?im)^.*(?:choice|option(?!al)|distractor|incorrect|candidate).*$|^endings$|"
+    r"^\W?a\W?\n\W?b\W?\n\W?c\W?$|^(?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)$|"
+    # pictures: decoded_image, Figure 1
+    r"^.*(?:image|img|picture|figure|photo|diagram|drawing|graph|chart).*$|"
+    # other media, and texts that the problem is about
+    r"^.*(?:audio|video|context|passage|article).*$|^body$"
+)
+# What is not text in a problem: <image>, and turns of a chat, for any model, such as
+# <|im_start|>, [INST], or "### Response:" at the end.
+MARKUP = re.compile(
+    r"(?i)<ima?ge?\b|<\|[^|\s<>]{3,}\|>|<｜|<(?:start|end)_of_turn>|\[/?INST\]|"
+    r"(?:\b(?:assistant|ai|bot|gpt)|# *response)\s*:\W*(?:<think>)?\W*$|<think>\W*$"
+)
+# What makes a gold answer of a built-in verifier unusable, by a pattern.
+GOLD_FAULTS = {
+    # nan, \text{N/A}, "No answer was found.", "See the proof.", -
+    r"(?i)^(?:\W*(?:\\\w+\W*)?(?:nan|none|null|nil|n[/.]a|(?-i:NA|na)|tbd|notfound|"
+    r"omitted|(?:no|not|none)\b.*(?:answer|found|given|provided|available|applicable)|"
+    r"see\b.*|.*\bpro(?:of|ved?|ven)\b.*)\W*|[-?._\s]+)$": (
+        "says that there is no answer"
+    ),
+    # ["34"], {"answer": "34"}, b'34', (34,), [34], array([34]), Fraction(1, 2)
+    r"""(?is)(?<!\^)[\[({]\s*[bru]?['"]|^[bru]?(['"]).*\1$|^\[+[-+.\d\s]*\]+$|"""
+    r"""^[(\[].*,\s*[)\]]$|^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|float\d*|"""
+    r"""fraction|(?:frozen)?set|integer|list|rational|str|tensor|tuple|u?int\d+)\(|"""
+    r"""^<([a-z]+)>.*</\2>$""": (
+        "is a list or another object as text: give the answer that it contains"
+    ),
+    rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
+    r"^(?!.*\\begin).*\n": "has several lines and marks no answer by \\boxed{} or ####",
+}
+# {question}, {{ prompt }}, {}, %s, <problem>, $input, but not \boxed{} or x^{2}
+PLACEHOLDER = re.compile(
+    r"(?i)(?<![\w\\}^])(?<!boxed )\{(?:[{%]|\s*[\w.]*(?:[!:]\w+)?\s*\})|%s|%\(\w+\)|"
+    r"(?:[<\[$]+\{?|__|%)(?:question|problem|prompt|query|input)(?![a-z])"
+)
 
 
 @functools.cache
 def task_of(name_or_path: str) -> Task:
-    """The task of that name in TASKS, or that the user's own data are.
+    """Return the task of this name in TASKS, or the one that the user's data make up.
 
-    Own data: a folder with train.jsonl and heldout.jsonl, a JSONL file, which is both
-    splits, or a hub dataset "owner/name", with splits train and test. Their verifier
-    and instruction are those of Task, unless a task.json beside the JSONL says
-    otherwise, such as {"verifier": "exact", "instruction": null}.
+    The user's data are a folder with train.jsonl and heldout.jsonl, a JSONL file, which
+    is both splits, or a hub dataset owner/name[@revision] with the splits train and
+    test. Their verifier and instruction are the defaults of Task, unless a task.json
+    beside the JSONL sets them, such as {"verifier": "exact", "instruction": null}.
 
-    Raises Refused if there is no such task, or its task.json is none.
+    Raises Refused if there is no such task, or if its task.json cannot be used.
     """
     if name_or_path in TASKS:
         return TASKS[name_or_path]
@@ -85,7 +125,10 @@ def task_of(name_or_path: str) -> Task:
         train, heldout = path / "train.jsonl", path / "heldout.jsonl"
     elif path.is_file():
         train = heldout = path
-    elif re.fullmatch(rf"\w[\w.-]*/(?!.*\.({FILES})$)\w[\w.-]*", name_or_path):
+    elif re.fullmatch(
+        r"\w[\w.-]*/(?!.*\.(jsonl?|csv|parquet|gz|txt)$)\w[\w.-]*(@[\w./-]+)?",
+        name_or_path,
+    ):
         return Task(f"{name_or_path} train", f"{name_or_path} test")
     else:
         raise Refused(
@@ -96,81 +139,80 @@ def task_of(name_or_path: str) -> Task:
     try:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
         task = Task(train, heldout, **fields)
-        if task.verifier == "exact" and "instruction" not in fields:
+        (task.instruction or "").encode()  # fails on half a character, as in read_jsonl
+        if found := PLACEHOLDER.search(task.instruction or ""):
             raise ValueError(
-                "exact compares the last word, and the usual instruction asks for a "
-                "box: give another instruction, or null"
+                f"the instruction has a placeholder, {found[0]!r}: the problem follows "
+                "the instruction and is not put into it"
             )
-        (task.instruction or "").encode()  # as read_jsonl does
-        if task.verifier not in VERIFIERS:
-            pkgutil.resolve_name(task.verifier)
-    except Exception as error:  # the user's module may raise any
+    except Exception as error:
         raise Refused(
-            f"{settings} may give a verifier ({', '.join(VERIFIERS)} or module:name) "
-            f"and an instruction: {one_line(error)}"
+            f"{settings} may give a verifier ({', '.join(VERIFIERS)}; one of your own "
+            "is given by --verifier module:name) and an instruction: "
+            f"{one_line(error).split(' [type=')[0]}"
         ) from None
     return task
 
 
-def load_task(name_or_path: str, split: str) -> list[dict[str, str]]:
-    """[{"prompt": problem, "answer": gold}, ...] of the split "train" or "heldout".
+def load_task(
+    name_or_path: str, split: str, verifier: str = ""
+) -> list[dict[str, str]]:
+    """Return [{"prompt": problem, "answer": gold}, ...] of "train" or "heldout".
 
-    The task's verifier can read each gold answer. In the user's own
-    files a row that it does not accept is refused. In a hub dataset, which is not the
-    user's to correct, the row is left out, and counted on stderr.
+    `verifier` replaces that of the task. A built-in verifier can read every gold. An
+    unusable row is refused in the user's own files; in a hub dataset, which the user
+    cannot correct, it is left out and counted on stderr, as are columns that are not
+    read.
 
-    Raises Refused, in one sentence, for an unknown task or split or a bad row.
+    Raises Refused, in one sentence, for an unknown task or split or an unusable row.
     """
     task = task_of(name_or_path)
+    verifier = verifier or task.verifier
+    if verifier == "exact" and "boxed" in (task.instruction or ""):
+        raise Refused(
+            f"the verifier of {name_or_path!r} is exact, which compares the last word, "
+            "but its instruction asks for a box: give another instruction, or null, in "
+            "task.json"
+        )
     source = getattr(task, split, None)
     if source is None:
         raise Refused(f"the task {name_or_path!r} has no split {split!r}")
     rows = read_jsonl(source) if isinstance(source, Path) else read_hub(source)
+    problems, bad, unread = [], [], Counter()
+    for number, row in rows.items():
+        others = [
+            name for name in row if name not in COLUMNS and row[name] not in EMPTY
+        ]
+        unread.update(others)
+        try:
+            problems.append(problem_of(row, others, verifier))
+        except ValueError as error:
+            bad.append(f"row {number}: {error}")
     if not rows:
         raise Refused(f"{source} has no rows")
-    problems = [problem_of(row) for row in rows.values()]
-    golds = [problem["answer"] for problem in problems]
-    if task.verifier in VERIFIERS:
-        # Several lines, but for a matrix, are a worked solution that marks no answer.
-        golds = ["" if re.match(r"(?!.*\\begin).+\n", gold) else gold for gold in golds]
-        accepted = [is_readable(gold, task.verifier) for gold in golds]
-    else:
-        accepted = golds  # Only the user's own verifier knows what it can read.
-    kept, bad = [], []
-    for number, problem, is_accepted in zip(rows, problems, accepted, strict=True):
-        gold = problem["answer"]
-        if problem["prompt"] and is_accepted:
-            kept.append(problem)
-            continue
-        if not problem["prompt"]:
-            reason = f"no problem, or one with {', '.join(MORE)}, which are not read"
-        elif not gold:
-            reason = "no answer, as text or number"
-        elif len(gold) > MAX_LENGTH:
-            reason = f"an answer of over {MAX_LENGTH} characters"
-        else:
-            reason = f"{gold!r} is no answer that {task.verifier!r} can read"
-        bad.append(f"row {number}: {reason}")
     if bad:
         note = (
             f"{len(bad)} of the {len(rows)} rows of {source} cannot be used, the first "
-            f"of them: {'; '.join(bad[:5])}"
+            f"of them: {'; '.join(bad[:3])}"
         )
-        if isinstance(source, Path) or not kept:
-            columns = sorted(set().union(*rows.values()))
+        if isinstance(source, Path) or not problems:
             raise Refused(
-                f"{note}: correct or remove them (its columns are "
-                f"{', '.join(columns)}; read are prompt, problem or question, and "
-                "answer or solution)"
+                f"{note}: correct or remove them (prompt, problem or question is read, "
+                "and answer or solution)"
             )
         say_once(f"{note}: left out")
-    return kept
+    if unread:
+        counts = ", ".join(f"{column} ({n} rows)" for column, n in unread.items())
+        say_once(
+            f"{source}: of its {len(rows)} rows these columns are not read: {counts}"
+        )
+    return problems
 
 
 def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
-    """The objects of a JSONL file by their lines. A number remains the text there.
+    """Return the objects of a JSONL file by line number, with numbers as written.
 
-    Raises Refused if there is no such file, or if a line is no JSON object.
+    Raises Refused if there is no such file, or if a line is not a JSON object.
     """
     rows = {}
     try:
@@ -188,76 +230,132 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
                 parse_constant=lambda name: None,
             )
             rows[number] = {**row}  # TypeError: "is not a mapping"
-            # Half of a character, as "\ud83d", is a text for Python alone.
+            # Half of a character, such as "\ud83d", is text only to Python.
             json.dumps(row, ensure_ascii=False).encode()
-        except Exception as error:  # RecursionError, too, of many brackets
+        except Exception as error:  # also RecursionError, for many brackets
             raise Refused(
-                f"{path}, line {number} is no JSON object, and a task has one a line: "
-                f"{one_line(error)}"
+                f"{path}, line {number} is not a JSON object, and a task has one per "
+                f"line: {one_line(error)}"
             ) from None
     return rows
 
 
 def read_hub(source: str) -> dict[int, dict[str, Any]]:
-    """The rows of "hub_id split [configuration]" by their numbers.
+    """Return the rows of "owner/name[@revision] split [configuration]" by number.
 
-    Raises Refused if it cannot be loaded.
+    Raises Refused if it cannot be loaded, or not with the values that its file holds.
     """
-    from datasets import load_dataset  # it takes seconds to import
+    from datasets import Json, load_dataset  # takes seconds to import
 
-    hub_id, split, *configuration = source.split()
+    name, split, *configuration = source.split()
+    repository, revision = split_revision(name)
     try:
-        rows = load_dataset(hub_id, *configuration, split=split)
-    except Exception as error:  # its kinds are many, from the network's to the hub's
-        raise Refused(
-            f"{source} cannot be loaded: {one_line(error)}; there is no such file or "
-            "folder here, and other splits can be saved as train.jsonl and "
-            "heldout.jsonl in a folder (recipes/README.md)"
-        ) from None
-    # AMO-Bench marks answers that only a reader can judge.
+        rows = load_dataset(repository, *configuration, split=split, revision=revision)
+        for column in COLUMNS:
+            if isinstance(rows.features.get(column), Json):
+                raise ValueError(
+                    f"its {column} is text in some rows and a number or a list in "
+                    'others, and `datasets` changes such values ("025" to 25): '
+                    "download the file, and give it as a JSONL file or folder"
+                )
+        table = rows.data.to_pylist()  # without decoding, as of pictures
+    except Exception as error:  # many kinds, from the network's to the file format's
+        raise Refused(f"{source} cannot be loaded: {explain(error)}") from None
+    # datasets caches what it has read from the hub in a folder named by the commit.
+    commit = Path(rows.cache_files[0]["filename"]).parent.name
+    if re.fullmatch("[0-9a-f]{40}", commit):
+        COMMITS[name] = commit
+    # AMO-Bench marks answers that only a person can judge.
     return {
         number: row
-        for number, row in enumerate(rows, start=1)
+        for number, row in enumerate(table, start=1)
         if row.get("answer_type") != "description"
     }
 
 
-def problem_of(row: dict[str, Any]) -> dict[str, str]:
-    """The problem of a row and its gold answer, "" for what it lacks.
+def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[str, str]:
+    """Return {"prompt": problem, "answer": gold} of a row, which has `others` too.
 
-    The answer may be marked, as in a worked solution. A problem that is more than a
-    text, such as one with choices, is none.
+    Raises ValueError, with the reason, unless the row has one problem and one gold
+    answer, both of them texts, and the whole problem is in this text.
     """
-    texts = defaultdict(str)
-    for column, value in row.items():
-        # Neither true nor NaN is an answer. Numbers of a hub dataset are.
-        if type(value) in (str, int, float) and value == value:
-            texts[column] = str(value).strip()
+    texts = dict.fromkeys(COLUMNS, "")
+    for column in COLUMNS:
+        value = row.get(column)
+        # The numbers of a hub dataset are answers, but true and NaN are not.
+        if type(value) in (str, int, float):
+            texts[column] = str(value) if value == value else ""
+        elif value is not None:
+            raise ValueError(
+                f"its {column} is {str(value)[:60]!r}, such as the turns of a chat or "
+                "a list, and not a text"
+            )
+    prompts = {texts[column].strip() for column in PROBLEM_COLUMNS} - {""}
+    if len(prompts) != 1:
+        raise ValueError(
+            "its prompt, problem and question differ: keep only the whole problem"
+            if prompts
+            else f"it has no problem, only {', '.join(row)}"
+        )
+    [prompt] = prompts
+    if part := PART_OF_PROBLEM.search("\n".join(sorted(others, key=len))):
+        raise ValueError(
+            f"{' '.join(part[0].split())!r} holds a part of the problem that is not "
+            "read, such as choices or a picture: write it into the problem's text"
+        )
+    if markup := MARKUP.search(prompt):
+        raise ValueError(
+            f"its problem has {markup[0].strip()!r}, as of a picture or of a chat, to "
+            "which the model's own template is added: keep only the user's text"
+        )
+    return {"prompt": prompt, "answer": gold_of(texts, verifier)}
+
+
+def gold_of(texts: dict[str, str], verifier: str) -> str:
+    """Return the gold answer of a row, of which `texts` has the columns.
+
+    For a built-in verifier it may be marked, as in a worked solution. Any other
+    verifier gets the text unchanged.
+
+    Raises ValueError, with the reason, if there is no answer that can be read.
+    """
     text = texts["answer"] or texts["solution"]
-    answer = final_answer(text).strip() or texts["answer"]
-    _, marker, rest = text.rpartition("####")
-    begins_with_words = re.match(r"[*_ ]*[^\W\d_]{2}.*\n", rest)
-    if marker and begins_with_words and not last_box(text):
-        answer = ""  # a heading in Markdown marks no answer
-    prompt = texts["prompt"] or texts["problem"] or texts["question"]
-    return {"prompt": "" if any(map(row.get, MORE)) else prompt, "answer": answer}
+    if not text.strip():
+        raise ValueError("it has no answer")
+    if verifier not in VERIFIERS:
+        return text
+    marked = final_answer(text).strip()
+    # A heading in Markdown, such as "#### Step 1" above other lines, marks no answer.
+    heading = re.match(r"[*_ ]*[^\W\d_]{2}.*\n", text.rpartition("####")[2])
+    if heading and not last_box(text):
+        marked = ""
+    if not marked and not texts["answer"]:
+        raise ValueError(
+            "its solution marks no answer by \\boxed{} or ####: give the answer in a "
+            'column "answer"'
+        )
+    gold = marked or text.strip()
+    for pattern, fault in GOLD_FAULTS.items():
+        if re.search(pattern, gold):
+            raise ValueError(f"its answer {gold[:60]!r} {fault}")
+    latex = latex_of(last_box(rf"\boxed{{{gold}}}"))
+    is_readable = {
+        "exact": len(gold.split()) == 1,
+        "gsm8k": number_of(latex) is not None,
+        "math": latex != "",
+    }
+    if not is_readable[verifier]:
+        raise ValueError(f"{gold[:60]!r} is not an answer that {verifier!r} can read")
+    return gold
 
 
 class Dataset(NamedTuple):
     """Problems of a task, ready to sample from."""
 
     problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
-    prompts: list[list[int]]  # token ids, a prompt for each problem
+    prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
-    opened: str = ""  # the tag of thoughts with which the prompts end, as <think>
-
-
-def is_readable(gold: str, verifier: str) -> bool:
-    """Whether a built-in verifier can read this gold answer."""
-    if verifier == "exact":
-        return len(gold.split()) == 1
-    latex = latex_of(last_box(rf"\boxed{{{gold}}}"))
-    return number_of(latex) is not None if verifier == "gsm8k" else latex != ""
+    opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
 
 
 def load_split(
@@ -268,24 +366,27 @@ def load_split(
     limit: int = 0,
     room: int,
     drop_long: bool,
+    verifier: str = "",
 ) -> Dataset:
-    """The first `limit` problems of a task's split (0: all), with their prompts.
+    """Return the first `limit` problems of a task's split (0: all) and their prompts.
 
-    Prompts of more than `room` tokens are left out and counted if `drop_long`, and
-    Refused otherwise, or if no other is left. Refused is a character that the tokenizer
-    cannot write, too.
+    `verifier`, if given, replaces that of the task. With `drop_long`, prompts of more
+    than `room` tokens are dropped and counted; otherwise, or if none would be left,
+    raises Refused. Also raises Refused if a text contains a special token, or a
+    character that the tokenizer cannot represent.
     """
     task = task_of(name_or_path)
-    problems = load_task(name_or_path, split)[: limit or None]
-    check_characters(tokenizer, task.instruction, problems)
+    problems = load_task(name_or_path, split, verifier)[: limit or None]
+    check_texts(tokenizer, task.instruction, problems)
     prompts = [
         encode_prompt(tokenizer, problem["prompt"], task.instruction)
         for problem in problems
     ]
-    if len({*map(tuple, prompts)}) == 1 < len({each["prompt"] for each in problems}):
+    if len({*map(tuple, prompts)}) == 1 < len({*map(repr, problems)}):
         raise Refused(
-            "the model's chat template makes one prompt of all problems: it is not one "
-            "for texts"
+            f"all prompts of {name_or_path} are the same, from "
+            f"{problems[0]['prompt'][:50]!r}: the problem is in a column that is not "
+            "read, or the model's chat template is not one for texts"
         )
     kept = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
     dropped = len(prompts) - len(kept)
@@ -296,64 +397,73 @@ def load_split(
         )
         if not kept or not drop_long:
             raise Refused(
-                f"{note}, which the model's context, max_response_tokens and "
-                "max_prompt_tokens leave: change these, or drop such prompts (train.py "
-                "does by a max_prompt_tokens above 0, eval.py by --drop_long)"
+                f"{note}, which is what the model's context, max_response_tokens and "
+                "max_prompt_tokens leave for them: change these, or drop such prompts "
+                "(train.py: a max_prompt_tokens above 0; eval.py: --drop_long)"
             )
-        say_once(f"{note}, and are left out")
-    # A chat template may open the thoughts itself, at the end of every prompt.
+        say_once(f"{note}: left out")
+    # A chat template may itself open the thoughts, at the end of every prompt.
     prompt = tokenizer.decode(prompts[0]).rstrip()
     tag = last_thought_tag(prompt)
     is_open = tag and tag["begin"] and tag.end() == len(prompt)
     return Dataset(
         [problems[number] for number in kept],
         [prompts[number] for number in kept],
-        task.verifier,
+        verifier or task.verifier,
         opened=tag[0] if is_open else "",
     )
 
 
-def check_characters(
+def check_texts(
     tokenizer: Any, instruction: str | None, problems: list[dict[str, str]]
 ) -> None:
-    """Raises Refused where a prompt or a gold answer has what the model cannot write.
+    """Raise Refused if a prompt or gold has what the tokenizer cannot represent.
 
-    Blanks and invisible signs do not matter, nor which form a character has.
+    That is a special token, which the prompt would end or begin with, or a character
+    that it does not know. Blanks and invisible characters do not matter, nor does which
+    Unicode form a character has.
     """
     texts = [text for problem in problems for text in problem.values()]
-    characters = "".join([instruction or "", *texts])
-    # A tokenizer of whole words may know each character, and few words.
-    for text in dict.fromkeys([*characters, *texts[:100]]):
+    together = "\n".join([instruction or "", *texts])
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and len(token.content) > 1 and token.content in together:
+            raise Refused(
+                f"the task has {token.content!r} in a problem, an answer or the "
+                "instruction, which is a special token of the model, added by its "
+                "template or tokenizer: remove it"
+            )
+    # A tokenizer of whole words may know every character, but few words.
+    for text in dict.fromkeys([*together, *texts[:100]]):
         written = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
         is_written = Counter(normalize("NFKC", written))
         for character in Counter(normalize("NFKC", text)) - is_written:
             if character.isprintable() and character != " ":
                 raise Refused(
-                    f"the model's tokenizer cannot write {character!r} of the task, as "
-                    f"in {text[:50]!r} (the embedded policy knows digits and a few "
-                    "signs): give another --model"
+                    f"the model's tokenizer cannot represent {character!r} of the "
+                    f"task, as in {text[:50]!r} (the embedded policy knows digits and "
+                    "a few other characters): give another --model"
                 )
 
 
 def encode_prompt(
     tokenizer: Any, problem: str, instruction: str | None = None
 ) -> list[int]:
-    """The token ids of a prompt: a user's message, or plain text for a base model.
+    """Return the token ids of a prompt: a user's message, or text for a base model.
 
-    A base model is one whose tokenizer has no chat template. Either way the prompt
-    begins with the beginning-of-sequence token where the tokenizer, or its template,
-    sets one: once.
+    A base model is one whose tokenizer has no chat template. In both cases the prompt
+    begins with exactly one beginning-of-sequence token, if the tokenizer or its
+    template adds one.
     """
     text = f"{instruction}\n\n{problem}" if instruction else problem
     if not tokenizer.chat_template:
         token_ids = tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
-        # Some tokenizers append their end of sequence.
+        # Some tokenizers append their end-of-sequence token.
         while token_ids[-1] in tokenizer.all_special_ids:
             token_ids.pop()
         return token_ids
     try:
         return tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],  # no system message: some refuse one
+            [{"role": "user", "content": text}],  # some templates refuse a system turn
             add_generation_prompt=True,
             return_dict=False,
             # A template that prints the date prints the same one in every run.
@@ -363,7 +473,25 @@ def encode_prompt(
         raise Refused(f"the model's chat template fails: {one_line(error)}") from None
 
 
+def check_same_on_ranks(*datasets: Dataset) -> None:
+    """Raise Refused, on all ranks, if they have loaded different data. A collective.
+
+    The copies of a task on several nodes may differ.
+    """
+    import torch.distributed as dist  # here, as reward.py needs no torch
+
+    digests: list = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, sha256(repr(datasets).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise Refused(
+            f"the ranks {others} have other problems or prompts than rank 0: give all "
+            "nodes the same copy of the task and of the model's tokenizer"
+        )
+
+
+@functools.cache
 def say_once(note: str) -> None:
-    """Print what the user should know on stderr, on one rank."""
+    """Print a note for the user on stderr, only once and only on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(note, file=sys.stderr)

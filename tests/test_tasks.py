@@ -1,0 +1,679 @@
+"""How problems are loaded, which of them are refused, and how prompts are made."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, TORCHRUN
+from hub import COMMIT, Hub
+from launch import run_script, start_node
+
+from reward import check_verifier, compute_rewards
+from support.command import Refused, Stopped
+from support.hub import COMMITS, split_revision
+from support.tasks import (
+    PLACEHOLDER,
+    Dataset,
+    check_texts,
+    encode_prompt,
+    gold_of,
+    load_split,
+    load_task,
+    task_of,
+)
+
+
+def tokenizer_with(template: str | None = None, pattern: str = "$A") -> Any:
+    """Return a real tokenizer of single ASCII characters, with <s> and </s>.
+
+    `template` is its chat template, if any; `pattern` is what it adds to a text, $A.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(code): code for code in range(128)}
+    vocabulary |= {"<s>": 128, "</s>": 129}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=pattern, special_tokens=[("<s>", 128), ("</s>", 129)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="?",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=template,
+    )
+
+
+def write(path: Path, *rows: dict | str) -> str:
+    """Write a JSONL file of these rows, or lines; return its path."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Dataset]:
+    """Writes rows to a file and loads it, without an instruction."""
+
+    def load(*rows: dict | str, template: str | None = None, **options: Any) -> Dataset:
+        (tmp_path / "task.json").write_text('{"instruction": null}')
+        name = write(tmp_path / "t.jsonl", *rows)
+        options = {"room": 99, "drop_long": False} | options
+        return load_split(name, tokenizer_with(template), "train", **options)
+
+    return load
+
+
+def own(*problems: str) -> list[dict]:
+    """Return rows whose problems are their own answers."""
+    return [{"prompt": text, "answer": text} for text in problems]
+
+
+# --- the tasks that are known by name
+
+
+@pytest.fixture
+def hub_folders(monkeypatch, tmp_path):
+    """`datasets` takes a folder of tests/data for the hub dataset of that name."""
+    import datasets
+
+    monkeypatch.chdir(ROOT / "tests/data")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.parametrize(
+    "name, split, answers",
+    [
+        ("gsm8k", "train", ["84", "3,600"]),
+        ("gsm8k", "heldout", ["-3"]),
+        ("math", "heldout", [r"\left( 5, \frac{\pi}{2} \right)", r"\text{Sunday}"]),
+        ("math500", "heldout", [r"\left( 5, \frac{\pi}{2} \right)", r"\text{Sunday}"]),
+        ("deepscaler", "train", ["8", "(x-3)(x+3)"]),  # without an unreadable one
+        ("deepscaler", "heldout", ["035"]),
+        ("aime2024", "heldout", ["035"]),
+        ("aime2025", "heldout", ["70"]),
+        ("aime2026", "heldout", ["0"]),
+        ("amc23", "heldout", ["9"]),
+        ("amo-bench", "heldout", [r"\sqrt{2}", r"\frac{n(n+1)}{2}"]),
+    ],
+)
+def test_a_dataset_loads_from_its_own_columns(hub_folders, name, split, answers):
+    problems = load_task(name, split)
+    assert [problem["answer"] for problem in problems] == answers
+    assert all(len(problem["prompt"]) > 10 for problem in problems)
+
+
+def test_rows_of_a_hub_dataset_without_a_marked_answer_are_left_out(
+    hub_folders, capsys
+):
+    answers = [problem["answer"] for problem in load_task("math", "train")]
+    assert len(answers) == 8 and answers[:3] == ["4", r"\frac{1}{3}", r"\sqrt{2}"]
+    assert answers[5] == "6"  # which follows the box of an intermediate result
+    # Row 8 has \boxed 2, without braces, and row 10 ends with "so x is 2."
+    reason = r"its solution marks no answer by \\boxed{} or ####: .*"
+    note = (
+        rf"2 of the 10 rows of .*lighteval train .*: row 8: {reason}; row 10: {reason}"
+    )
+    said = capsys.readouterr().err
+    assert re.search(note, said)
+    assert (
+        "lighteval train: of its 10 rows these columns are not read: level (10" in said
+    )
+
+
+def test_the_embedded_task_is_disjoint_and_right():
+    train, heldout = load_task("tiny", "train"), load_task("tiny", "heldout")
+    of_train = {problem["prompt"] for problem in train}
+    assert of_train.isdisjoint(problem["prompt"] for problem in heldout)
+    for problem in train + heldout:
+        a, b = problem["prompt"].split("+")
+        assert int(a) + int(b) == int(problem["answer"])
+
+
+@pytest.mark.parametrize(
+    "name, split, message",
+    [
+        ("gsm9k", "train", "no task 'gsm9k': .*tiny, gsm8k, math"),
+        ("data/x.parquet", "train", "no task 'data/x.parquet'"),
+        ("nosuch/file.jsonl", "train", "no task 'nosuch/file.jsonl'"),
+        ("aime2024", "train", "'aime2024' has no split 'train'"),
+        ("tiny", "test", "'tiny' has no split 'test'"),
+        ("tests", "train", r"tests/train\.jsonl cannot be read: No such file"),
+    ],
+)
+def test_an_unknown_task_or_split_is_refused(name, split, message):
+    with pytest.raises(Refused, match=message):
+        load_task(name, split)
+
+
+# --- datasets of the hub, by its real clients
+
+
+LOAD = """
+import json, resource, sys
+from support.command import Refused
+from support.hub import COMMITS
+from support.tasks import load_task
+found = {}
+for name in sys.argv[1:]:
+    if name == "owner/large":  # no file may grow beyond this: the disk is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
+    try:
+        found[name] = load_task(name, "train")
+    except Refused as error:
+        found[name] = str(error)
+print(json.dumps([found, COMMITS]))
+"""
+ROW = '{"question": "5*5?", "answer": "025"}\n'
+DATASETS = {
+    "plain": ROW,
+    "mixed": ROW + '{"question": "2+2?", "answer": 4}\n',
+    "empty": "",
+    "torn": ROW + "{",
+    "large": ROW * 999,
+}
+
+
+@pytest.fixture(scope="module")
+def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
+    """Loads datasets of an imitated hub in a process; also returns its COMMITS."""
+    repositories = {
+        f"datasets/owner/{name}": {"train.jsonl": text}
+        for name, text in DATASETS.items()
+    }
+    repositories["datasets/owner/other"] = {"validation.jsonl": ROW}
+    faults = {
+        "datasets/owner/gated": (403, "GatedRepo"),
+        "datasets/owner/down": (500, ""),
+    }
+    home = tmp_path_factory.mktemp("home")
+    environment = {
+        "HF_ENDPOINT": Hub(repositories, faults).address,
+        "HF_HOME": str(home),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
+
+    def load(*names: str, **variables: str) -> tuple[dict, dict]:
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, *names],
+            cwd=ROOT,
+            env=os.environ | environment | variables,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        found, commits = json.loads(done.stdout)
+        return found, commits
+
+    load.cache = home / "datasets"
+    return load
+
+
+UNREADABLE = {
+    "owner/plain@nope": "it has no such revision: give a branch, a tag or a commit",
+    "owner/none": "no such repository, .* log in by `hf auth login` or HF_TOKEN",
+    "owner/gated": "or it is gated or private: .*'owner/gated' is a gated dataset",
+    "owner/mixed": r'its answer is text in some rows and a number .*\("025" to 25\)',
+    "owner/empty": "it has no rows",
+    "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
+    "owner/other": "only the splits train and test .*should be one of .'validation'",
+    "owner/large": "the cache cannot be written: .*HF_HOME.*Errno 27. File too large",
+}
+
+
+def test_a_hub_dataset_has_its_golds_and_commit_or_a_sentence_says_why_not(from_hub):
+    found, commits = from_hub("owner/plain", "owner/plain@v1", *UNREADABLE)
+    expected = [{"prompt": "5*5?", "answer": "025"}]
+    assert found.pop("owner/plain") == found.pop("owner/plain@v1") == expected
+    assert commits == {"owner/plain": COMMIT, "owner/plain@v1": COMMIT}
+    for name, sentence in UNREADABLE.items():
+        said = found[name]
+        assert re.match(f"{name} train cannot be loaded: (?i:.*{sentence})", said), said
+        assert "\n" not in said
+
+    # Offline, the cache serves what was read before, until it is damaged.
+    found, commits = from_hub("owner/plain", "owner/none", HF_HUB_OFFLINE="1")
+    assert found["owner/plain"] == expected and commits == {"owner/plain": COMMIT}
+    assert "HF_HUB_OFFLINE is set, and the cache has no copy" in found["owner/none"]
+    [file] = from_hub.cache.glob("owner___plain/*/*/*/*.arrow")
+    os.truncate(file, 99)
+    found, _ = from_hub("owner/plain", HF_HUB_OFFLINE="1")
+    assert re.search("a file is damaged.*metadata bytes", found["owner/plain"])
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_down_is_named_with_the_way_around_it(from_hub):
+    found, _ = from_hub("owner/down")  # its clients try for half a minute
+    assert re.search(
+        "try again later, or set HF_HUB_OFFLINE=1.*500", found["owner/down"]
+    )
+
+
+def test_a_resumed_run_reads_the_commit_that_its_config_records(monkeypatch):
+    monkeypatch.setitem(COMMITS, "owner/name", COMMIT)
+    assert split_revision("owner/name") == ("owner/name", COMMIT)
+    assert split_revision("owner/name@v1") == ("owner/name", "v1")
+    assert split_revision("owner/another") == ("owner/another", None)
+    assert task_of("owner/name@refs/pr/1").heldout == "owner/name@refs/pr/1 test"
+
+
+# --- files and folders of the user's own
+
+
+def test_a_file_is_both_splits_and_a_folder_has_two(tmp_path):
+    for name in ("train", "heldout"):
+        write(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": 2})
+    file = str(tmp_path / "train.jsonl")
+    assert load_task(file, "heldout") == [{"prompt": "train", "answer": "2"}]
+    assert load_task(str(tmp_path), "heldout") == [{"prompt": "heldout", "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"verifer": "exact"}', r"task\.json may give .*verifer"),
+        ('{"verifier": "exakt"}', r"task\.json may give .*should be 'exact', 'gsm8k'"),
+        # Data must not run code.
+        (
+            '{"verifier": "os:system", "instruction": null}',
+            r"task\.json may give a verifier \(exact, gsm8k, math; one of your own is "
+            r"given by --verifier module:name\)",
+        ),
+        ('{"verifier": "exact"}', "is exact, .* asks for a box: give another instr"),
+        ('{"instruction": 7}', "valid string"),
+        ('{"instruction": "\\ud83d"}', "surrogates not allowed"),
+        (
+            '{"instruction": "Solve {question}."}',
+            "a placeholder, '{question}': the pro",
+        ),
+        ('{"verifier": ', "Expecting value"),
+        ("[1]", "mapping"),
+    ],
+)
+def test_an_unusable_task_json_is_refused(tmp_path, content, message):
+    write(tmp_path / "train.jsonl", *own("5"))
+    (tmp_path / "task.json").write_text(content)
+    with pytest.raises(Refused, match=message) as said:
+        load_task(str(tmp_path), "train")
+    assert "\n" not in str(said.value) and "https" not in str(said.value)
+
+
+def test_an_instruction_with_a_placeholder_is_told_from_one_with_latex():
+    fine = [
+        r"Use \boxed{}, \boxed {x} or $\frac{a}{b}$, x^{2} and \text{ cm}.",
+        "100% x",
+    ]
+    bad = "{question},{{ prompt }},{},{0},{q!r},{% if %},%s,%(q)s,${x},$input,<problem>"
+    assert not any(map(PLACEHOLDER.search, fine))
+    assert all(map(PLACEHOLDER.search, bad.split(",")))
+
+
+GOOD = '{"prompt": "1+1", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "has no rows"),
+        (GOOD + '{"prompt": "1+', "line 2 is not a JSON object"),
+        ("7\n", "line 1 is not a JSON object"),
+        (f"[{GOOD}]", "line 1 is not a JSON object, and a task has one per line: "),
+        ("\xff\xfe[\0", "line 1 is not a JSON object.* 'utf-8' codec"),  # UTF-16
+        ('{"prompt": "\\ud83d"}', "line 1 is not .* surrogates not allowed"),
+        # Blank lines count, so that the number is that of an editor.
+        (
+            GOOD + '\n\n{"prompt": "1+1", "answer": NaN}\n',
+            "1 of the 2 rows .* row 4: it has no answer: correct or remove",
+        ),
+        (
+            '{"x": "2"}\n' + GOOD + '{"prompt": "1", "answer": "}{"}\n' * 3,
+            "4 of the 5 .* row 1: it has no problem, only x; row 3: '}{' is not an "
+            "answer that 'math' can read; row 4: [^;]*: correct",
+        ),
+    ],
+)
+def test_an_unusable_file_is_refused_by_name_and_line(tmp_path, content, message):
+    (tmp_path / "t.jsonl").write_bytes(content.encode("latin-1"))
+    with pytest.raises(Refused, match=message) as said:
+        load_task(str(tmp_path / "t.jsonl"), "train")
+    assert "t.jsonl" in str(said.value) and "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("number", ["1e-12", "24.0", "0.50", "9" * 200])
+def test_numbers_and_dates_are_read_as_they_are_written(number, tmp_path):
+    line = f'{{"prompt": "2026-01-01", "answer": {number}, "x": NaN}}\r\n \n'
+    (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode())
+    problems = load_task(str(tmp_path / "t.jsonl"), "train")
+    assert problems == [{"prompt": "2026-01-01", "answer": number}]
+
+
+# --- what a row must not have
+
+CHAT_TURNS = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        (
+            {"prompt": CHAT_TURNS},
+            r"its prompt is .*'user'.* the turns of a chat or a list",
+        ),
+        ({"answer": ["2"]}, r"its answer is \"\['2'\]\", .* and not a text"),
+        ({"answer": True}, "its answer is 'True', .* and not a text"),
+        (
+            {"answer": None, "solution": "2"},
+            r"its solution marks no answer .*column \"answ",
+        ),
+        ({"answer": "1 and 1\nare 2."}, "several lines and marks no answer"),
+        ({"answer": "#### Step 1\n6*7 = 42"}, "several lines and marks no answer"),
+        ({"answer": "2" * 301}, "has over 300 characters"),
+        ({"question": "What is 1+2?"}, "prompt, problem and question differ"),
+        # Columns that hold a part of the problem, in any spelling
+        ({"Options": ["2", "3"]}, "'Options' holds a part of the problem"),
+        ({"answer_choices": "A) 2"}, "'answer_choices' holds a part"),
+        ({"Incorrect Answer 1": "3"}, "'Incorrect Answer 1' holds a part"),
+        ({"opb": "3"}, "'opb' holds a part"),
+        ({"choice1": "3"}, "'choice1' holds a part"),
+        ({"(A)": "2", "(B)": "3", "(C)": "4"}, r"'\(A\) \(B\) \(C\)' holds a part"),
+        ({"decoded_image": "x.png"}, "'decoded_image' holds a part"),
+        ({"images": ["x.png"]}, "'images' holds a part"),
+        ({"Context": "1 is 2."}, "'Context' holds a part"),
+        # Pictures and turns of a chat in the text, for a model with other turns, too
+        ({"prompt": "<image>Find x."}, "its problem has '<image>'"),
+        ({"prompt": "<|im_start|>user\n1+1<|im_end|>"}, r"has '<\|im_start\|>', as of"),
+        ({"prompt": "<start_of_turn>user\n1+1"}, "has '<start_of_turn>'"),
+        ({"prompt": "[INST] 1+1 [/INST]"}, r"has '\[INST\]'"),
+        ({"prompt": "### Instruction:\n1+1\n\n### Response:\n"}, "has '# Response:'"),
+        ({"prompt": "User: 1+1\nAssistant: <think>"}, "has 'Assistant: <think>'"),
+    ],
+)
+def test_a_row_without_one_whole_problem_and_one_gold_is_refused(row, reason, load):
+    with pytest.raises(Refused, match=f"1 of the 2 rows .* row 2: .*{reason}"):
+        load(GOOD.strip(), {"prompt": "1+1", "answer": "2"} | row)
+
+
+def test_columns_that_are_not_read_are_named_once_with_their_rows(load, capsys):
+    rows = own("1", "2", "3")
+    rows[0] |= {"table": "1|2", "image": None, "choices": [], "a": 5, "b": 7}
+    rows[2] |= {"table": "3|4", "messages": CHAT_TURNS, "optional": "x"}
+    for _ in range(2):
+        assert len(load(*rows).problems) == 3
+    note = "of its 3 rows these columns are not read: table (2 rows), a (1 rows), b (1 "
+    note += "rows), messages (1 rows), optional (1 rows)\n"
+    assert capsys.readouterr().err.count(note) == 1
+
+
+def test_equal_problems_with_different_golds_are_refused(load):
+    rows = [{"prompt": "Solve it.", "answer": n, "text": f"1+{n}"} for n in (2, 3)]
+    with pytest.raises(
+        Refused, match="all prompts .* are the same, from 'Solve it.': the"
+    ):
+        load(*rows)
+    assert len(load(rows[0], rows[0]).problems) == 2
+
+
+GOLDS_WITHOUT_ANSWER = """nan|None|null|N/A|n.a.|NA|-|?|Proof.|\\text{N/A}|not found|
+(see solution)|No final answer was found.|The proof is above.""".replace("\n", "")
+CONTAINERS = """["34"]|['$34$']|{"answer": "34"}|{'34'}|('34',)|(34,)|[34]|[]|b'34'|
+"34"|array(['34'], dtype=object)|array([34])|Fraction(1, 2)|Decimal('34')|
+np.float64(34.0)|tensor(34)|<answer>34</answer>""".replace("\n", "")
+ANSWERS = r"""Na|-5|no|[2,5]|[1,2,3]|(1,2)|\{1,2\}|<1,2>|f(2)|y^{''}|5'10"|A'|
+np.arcsin(1./2)|\emptyset|\text{None of these}|undefined|[0, 1)|x=[2]""".replace(
+    "\n", ""
+)
+
+
+def test_golds_that_are_containers_or_say_that_there_is_no_answer_are_refused():
+    def reason_of(gold: str, verifier: str) -> str:
+        try:
+            return gold_of({"answer": gold, "solution": ""}, verifier)
+        except ValueError as error:
+            return str(error)
+
+    for verifier in ("math", "exact"):
+        for gold in GOLDS_WITHOUT_ANSWER.split("|"):
+            said = reason_of(gold, verifier)
+            assert said == f"its answer {gold!r} says that there is no answer"
+        for gold in CONTAINERS.split("|"):
+            said = reason_of(gold, verifier)
+            assert f"its answer {gold!r} is a list or another object as text" in said
+    for gold in ANSWERS.split("|"):
+        assert reason_of(gold, "math") == gold
+
+
+# --- verifiers of the user's own
+
+
+def length_of_digits(responses: list[str], golds: list[str]) -> list[float]:
+    """Give the length of a response of digits, as a share of the gold's length."""
+    pairs = zip(responses, golds, strict=True)
+    return [len(text) * text.isdigit() / len(gold) for text, gold in pairs]
+
+
+def of_trl(prompts: list, completions: list, **others: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None) -> float:
+    return 1.0
+
+
+def of_one_response(response: str, gold: str) -> float:
+    return 1.0
+
+
+def of_chat_turns(completions: list, answer: list, **others: Any) -> list[float]:
+    return [float(turns[0]["content"] == "") for turns in completions]
+
+
+def with_a_penalty(responses: list, golds: list) -> list[float]:
+    return [-1.0] * len(golds)
+
+
+def test_a_verifier_of_ones_own_gets_whole_golds_and_gives_parts_of_a_reward(load):
+    gold = "  x = 1  #### 3 spaces\nprint(x) \\boxed{2}"
+    rows = [*own("1234", "56"), {"prompt": "Write.", "answer": gold}]
+    dataset = load(*rows, verifier="test_tasks:length_of_digits")
+    assert dataset.problems[2]["answer"] == gold
+    check_verifier(dataset)
+    responses = ["12", "1234", "", "5"]
+    assert compute_rewards(dataset, [0, 1], responses) == [0.5, 1.0, 0.0, 0.5]
+    sentence = "test_tasks:length_of_digits fails on the response '123' with the gold"
+    with pytest.raises(Stopped, match=f"{sentence} answer '56': it gave .1.5."):
+        compute_rewards(dataset, [0, 1], ["1", "123"])
+
+
+@pytest.mark.parametrize(
+    "verifier, reason",
+    [
+        ("test_tasks:of_trl", "its parameters begin with prompts completions"),
+        ("test_tasks:of_verl", "its parameters begin with data_source solution_str"),
+        ("test_tasks:of_one_response", "fails on the response '' .*not iterable"),
+        ("test_tasks:of_chat_turns", "fails on the response '' .*index out of range"),
+        (
+            "test_tasks:with_a_penalty",
+            r"fails .*it gave \[-1.0\], not a number in \[0, 1",
+        ),
+        ("test_tasks:nowhere", "no attribute 'nowhere'"),
+        ("exakt", "No module named 'exakt'"),
+    ],
+)
+def test_a_verifier_that_cannot_score_is_refused_before_anything_is_built(
+    verifier, reason, load
+):
+    dataset = load(*own("7"), verifier=verifier)
+    with pytest.raises(
+        Refused, match=f"--verifier {verifier}: .*{reason}.*; give exact,"
+    ):
+        check_verifier(dataset)
+
+
+@pytest.mark.parametrize("script", ["train", "eval"])
+def test_the_flag_verifier_replaces_that_of_the_task(script):
+    import eval
+    import train
+
+    if script == "train":
+        cfg = train.parse_flags(train.Config, ["--verifier", "gsm8k"])
+        dataset = train.load_data(cfg)[1]
+    else:
+        cfg = eval.parse_flags(eval.EvalConfig, ["--verifier", "gsm8k"])
+        dataset = eval.load_benchmarks(cfg)[1]["tiny"]
+    assert task_of("tiny").verifier == "exact"
+    assert dataset.verifier == "gsm8k"  # 30.0 is 30 as a number, not as a word
+    [gold] = [dataset.problems[0]["answer"]]
+    assert compute_rewards(dataset, [0], [rf"\boxed{{{gold}.0}}"]) == [1.0]
+
+
+# --- prompts
+
+CHAT = "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template, instruction, text",
+    [
+        (CHAT, "Think.", "<user>Think.\n\n1+1<assistant>"),
+        (CHAT, None, "<user>1+1<assistant>"),
+        ("{{ strftime_now('%Y%m%d') }}", None, "20260101"),  # on any day
+        (None, "Think.", "Think.\n\n1+1\n\nSolution:"),
+        (None, None, "1+1\n\nSolution:"),
+    ],
+)
+def test_a_prompt_follows_the_chat_template_if_there_is_one(
+    template, instruction, text
+):
+    tokenizer = tokenizer_with(template)
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+1", instruction)) == text
+
+
+@pytest.mark.parametrize("pattern", ["<s> $A", "<s> $A </s>"])
+def test_the_prompt_of_a_base_model_begins_with_its_bos_token(pattern):
+    # A tokenizer may also append its end-of-sequence token, with which no prompt ends.
+    tokenizer = tokenizer_with(None, pattern)
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+1")) == "<s>1+1\n\nSolution:"
+
+
+def test_a_bos_token_in_the_chat_template_is_not_doubled():
+    tokenizer = tokenizer_with("{{bos_token}}" + CHAT, "<s> $A")
+    token_ids = encode_prompt(tokenizer, "1+1")
+    assert tokenizer.decode(token_ids) == "<s><user>1+1<assistant>"
+
+
+def test_a_limit_takes_the_first_problems_and_their_prompts(load):
+    dataset = load(*own("1", "22", "333"), limit=2)
+    assert dataset.problems == own("1", "22")
+    # "\n\nSolution:" has 11 characters, which are tokens here.
+    assert [len(prompt) for prompt in dataset.prompts] == [12, 13]
+    assert len(load(*own("1", "22", "333")).problems) == 3
+
+
+def test_prompts_without_room_are_refused_or_left_out_and_counted(load, capsys):
+    rows = own("11+1", "1+1", "2+22")
+    dataset = load(*rows, room=14, drop_long=True)
+    assert dataset.problems == own("1+1")
+    assert [len(prompt) for prompt in dataset.prompts] == [14]
+    note = "{} of 3 train prompts of .*t.jsonl have over {} tokens"
+    assert re.search(note.format(2, 14) + ": left out", capsys.readouterr().err)
+    for room, drop_long, count in ((14, False, 2), (13, True, 3), (-5, True, 3)):
+        sentence = note.format(count, max(room, 0)) + ", which is what the model's"
+        with pytest.raises(Refused, match=sentence):
+            load(*rows, room=room, drop_long=drop_long)
+
+
+@pytest.mark.parametrize(
+    "problem, sentence",
+    [
+        ("1√2", "cannot represent '√' of the task, as in '1√2'"),
+        ("1é2", "cannot represent 'é' of the task"),
+        ("<s>12", "has '<s>' in a problem, .* which is a special token of the model"),
+    ],
+)
+def test_a_text_that_the_tokenizer_cannot_represent_is_refused(problem, sentence, load):
+    with pytest.raises(Refused, match=sentence):
+        load(*own("1+1", problem))
+
+
+def test_a_tokenizer_that_knows_characters_and_few_words_is_refused():
+    tokenizer = tokenizer_with()
+    tokenizer.backend_tokenizer.pre_tokenizer = None
+    with pytest.raises(Refused, match="cannot represent '2' of the task, as in '20'"):
+        check_texts(tokenizer, None, [{"prompt": "20", "answer": "2"}])
+
+
+def test_a_chat_template_that_fails_is_refused(load):
+    with pytest.raises(Refused, match="the model's chat template fails: no user"):
+        load(*own("1+1"), template="{{ raise_exception('no user') }}")
+    with pytest.raises(Refused, match="the model's chat template is not one for texts"):
+        load(*own("1+1", "2+2"), template="{{ messages[0]['content']['text'] }}:")
+
+
+@pytest.mark.parametrize(
+    "end, opened",
+    [
+        (r"{{ '<think>\n' }}", "<think>"),
+        ("[THINK]", "[THINK]"),
+        ("<think></think>", ""),
+    ],
+)
+def test_a_thought_that_the_template_opens_is_no_answer_until_it_ends(
+    end, opened, load
+):
+    dataset = load(*own("46"), template=CHAT + end, verifier="exact")
+    assert dataset.opened == opened
+    rewards = compute_rewards(dataset, [0], ["46", "say 46 </think> 46"])
+    assert rewards == [float(not opened), 1.0]
+
+
+# --- several ranks
+
+SAME = """
+import os
+import torch.distributed as dist
+from support.tasks import Dataset, check_same_on_ranks
+dist.init_process_group("gloo")
+same = Dataset([{"prompt": "1", "answer": "2"}], [[7]], "math")
+check_same_on_ranks(same, same)
+print("they agree")
+check_same_on_ranks(same, same._replace(prompts=[[int(os.environ["RANK"])]]))
+"""
+
+
+def test_ranks_with_different_copies_of_a_task_are_refused(tmp_path):
+    (tmp_path / "script.py").write_text(SAME)
+    ranks = ["--standalone", "--nproc-per-node=2"]
+    done = run_script([*TORCHRUN, *ranks, tmp_path / "script.py"])
+    assert done.returncode != 0 and done.stdout.count("they agree") == 2
+    sentence = r"Refused: the ranks \[1\] have other problems or prompts than rank 0: "
+    assert len(re.findall(sentence, done.stdout)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_nodes_with_different_copies_of_a_task_stop_before_an_engine_is_built(
+    script, tmp_path
+):
+    nodes = []
+    for node in range(2):
+        (tmp_path / f"{node}").mkdir()
+        write(tmp_path / f"{node}/t.jsonl", *own(f"{node + 1}", "3"))
+        inside = ["env", "-C", str(tmp_path / f"{node}")]
+        flags = [f"--model={ROOT / 'tiny'}", "--task=t.jsonl", "--verifier=gsm8k"]
+        master = "127.0.0.1:29517"
+        nodes.append(start_node(node, 2, 1, master, script, *flags, inside=inside))
+    for node in nodes:
+        said, _ = node.communicate(timeout=300)
+        assert node.returncode != 0 and "the ranks [1] have other problems" in said
