@@ -79,7 +79,7 @@ PART_OF_PROBLEM = re.compile(
 # What is not text in a problem: <image>, and turns of a chat, for any model, such as
 # <|im_start|>, [INST], or "### Response:" at the end.
 MARKUP = re.compile(
-    r"(?i)<ima?ge?\b|<\|[^|\s<>]{3,}\|>|<｜|<(?:start|end)_of_turn>|\[/?INST\]|"
+    r"(?i)<ima?ge?\b[^<>]*>|<\|[^|\s<>]{3,}\|>|<｜|<(?:start|end)_of_turn>|\[/?INST\]|"
     r"(?:\b(?:assistant|ai|bot|gpt)|# *response)\s*:\W*(?:<think>)?\W*$|<think>\W*$"
 )
 # What makes a gold answer of a built-in verifier unusable, by a pattern.

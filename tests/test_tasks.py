@@ -15,7 +15,8 @@ from hub import COMMIT, Hub
 from launch import run_script, start_node
 
 from reward import check_verifier, compute_rewards
-from support.command import Refused, Stopped
+from support.command import Refused, Stopped, parse_flags
+from support.config import Config, EvalConfig
 from support.hub import COMMITS, split_revision
 from support.tasks import (
     PLACEHOLDER,
@@ -222,12 +223,12 @@ def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
 
 UNREADABLE = {
     "owner/plain@nope": "it has no such revision: give a branch, a tag or a commit",
-    "owner/none": "no such repository, .* log in by `hf auth login` or HF_TOKEN",
-    "owner/gated": "or it is gated or private: .*'owner/gated' is a gated dataset",
+    "owner/none": "there is no such repository, .*log in with `hf auth login` or HF_T",
+    "owner/gated": ".*or it is gated or private: .*'owner/gated' is a gated dataset",
     "owner/mixed": r'its answer is text in some rows and a number .*\("025" to 25\)',
     "owner/empty": "it has no rows",
     "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
-    "owner/other": "only the splits train and test .*should be one of .'validation'",
+    "owner/other": "of a dataset, the splits train .*Should be one of .'validation'",
     "owner/large": "the cache cannot be written: .*HF_HOME.*Errno 27. File too large",
 }
 
@@ -239,7 +240,7 @@ def test_a_hub_dataset_has_its_golds_and_commit_or_a_sentence_says_why_not(from_
     assert commits == {"owner/plain": COMMIT, "owner/plain@v1": COMMIT}
     for name, sentence in UNREADABLE.items():
         said = found[name]
-        assert re.match(f"{name} train cannot be loaded: (?i:.*{sentence})", said), said
+        assert re.match(f"{name} train cannot be loaded: {sentence}", said), said
         assert "\n" not in said
 
     # Offline, the cache serves what was read before, until it is damaged.
@@ -525,15 +526,14 @@ def test_the_flag_verifier_replaces_that_of_the_task(script):
     import eval
     import train
 
+    flags = ["--verifier", "gsm8k"]
     if script == "train":
-        cfg = train.parse_flags(train.Config, ["--verifier", "gsm8k"])
-        dataset = train.load_data(cfg)[1]
+        dataset = train.load_data(parse_flags(Config, flags))[1]
     else:
-        cfg = eval.parse_flags(eval.EvalConfig, ["--verifier", "gsm8k"])
-        dataset = eval.load_benchmarks(cfg)[1]["tiny"]
+        dataset = eval.load_benchmarks(parse_flags(EvalConfig, flags))["tiny"]
     assert task_of("tiny").verifier == "exact"
     assert dataset.verifier == "gsm8k"  # 30.0 is 30 as a number, not as a word
-    [gold] = [dataset.problems[0]["answer"]]
+    gold = dataset.problems[0]["answer"]
     assert compute_rewards(dataset, [0], [rf"\boxed{{{gold}.0}}"]) == [1.0]
 
 
@@ -597,7 +597,7 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(load, capsys):
 @pytest.mark.parametrize(
     "problem, sentence",
     [
-        ("1√2", "cannot represent '√' of the task, as in '1√2'"),
+        ("1√2", "cannot represent '√' of the task"),
         ("1é2", "cannot represent 'é' of the task"),
         ("<s>12", "has '<s>' in a problem, .* which is a special token of the model"),
     ],
@@ -664,7 +664,7 @@ def test_ranks_with_different_copies_of_a_task_are_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
 def test_nodes_with_different_copies_of_a_task_stop_before_an_engine_is_built(
-    script, tmp_path
+    script, tmp_path, capfd
 ):
     nodes = []
     for node in range(2):
@@ -675,5 +675,5 @@ def test_nodes_with_different_copies_of_a_task_stop_before_an_engine_is_built(
         master = "127.0.0.1:29517"
         nodes.append(start_node(node, 2, 1, master, script, *flags, inside=inside))
     for node in nodes:
-        said, _ = node.communicate(timeout=300)
-        assert node.returncode != 0 and "the ranks [1] have other problems" in said
+        assert node.wait(timeout=300) != 0
+    assert capfd.readouterr().err.count("the ranks [1] have other problems") == 2
