@@ -14,6 +14,7 @@ from test_checkpoints import trained  # noqa: F401
 from test_loop import few, record, sums, tiny  # noqa: F401
 from test_resume import finished  # noqa: F401
 from test_sync import embedded, long_engine, long_tiny  # noqa: F401
+from test_tasks import load  # noqa: F401
 from test_train import stale, trainee  # noqa: F401
 from test_wrong_losses import cases
 from wrong_loops import MISTAKES

@@ -206,7 +206,13 @@ MISTAKES: dict[str, Mistake] = {
         support.tasks.encode_prompt,
         "add_special_tokens=True",
         "add_special_tokens=False",
-        ["test_reward.test_the_prompt_of_a_base_model_begins_with_its_bos_token"],
+        ["test_tasks.test_the_prompt_of_a_base_model_begins_with_its_bos_token"],
+    ),
+    "a limit takes the last problems": Mistake(
+        support.tasks.load_split,
+        "[: limit or None]",
+        "[-limit:]",
+        ["test_tasks.test_a_limit_takes_the_first_problems_and_their_prompts"],
     ),
     # train.py: minibatches and micro-batches
     "every minibatch of the first rows": Mistake(
