@@ -84,3 +84,20 @@ def test_the_code_on_the_front_page_is_in_loss_py():
     lines = (ROOT / "README.md").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("    rho = (l"))
     assert "\n".join(lines[first : first + 3]) in (ROOT / "loss.py").read_text()
+
+
+def test_the_table_of_precisions_is_what_the_meter_printed():
+    printed = (ROOT / "study/results/precision.txt").read_text().split("\n\n")
+    cells = []
+    for measures in ("mean |log rho|", "max |log rho|", "e_B"):
+        pattern = rf"^{re.escape(measures)}\s+(\S+)$"
+        found = [float(re.search(pattern, text, re.M)[1]) for text in printed]
+        cells.append([f"{x:.4f}" if measures == "e_B" else f"{x:.2g}" for x in found])
+    of_run = [", ".join(values) for values in zip(*cells, strict=True)]
+    # Four dtypes of the embedded policy, and the same four of SmolLM2.
+    rows = [
+        f"| {tiny} | {smol} |"
+        for tiny, smol in zip(of_run[:4], of_run[4:], strict=True)
+    ]
+    text = (ROOT / "docs/precision.md").read_text()
+    assert [row for row in rows if row not in text] == []
