@@ -191,7 +191,7 @@ def embedded_page(runs: Runs) -> str:
         __doc__[__doc__.index("A score is") :],
         "## P3O's score minus that of another objective, over all mismatches",
         table_of_differences(at_rate, MISMATCHES),
-        f"## The same over the five that break: {'; '.join(BREAKING)}",
+        f"## The same over the breaking kinds: {'; '.join(BREAKING)}",
         table_of_differences(at_rate, BREAKING),
     ]
     for rate in sorted({cell.learning_rate for cell in runs}):

@@ -433,7 +433,7 @@ SELECTIONS = {
 }
 AVERAGES = {
     "P3O minus it, all 14": plan.MISMATCHES,
-    "P3O minus it, the five": plan.BREAKING,
+    "P3O minus it, breaking kinds": plan.BREAKING,
 }
 OBJECTIVES = {  # by their titles, such as "P3O, no KL"
     re.sub(r"^\w+", lambda word: word[0].upper(), objective): objective
