@@ -1,8 +1,8 @@
-"""train.py, of which one rank gets kill -9 while it saves a checkpoint.
+"""Run train.py and kill one rank with SIGKILL while it saves a checkpoint.
 
     torchrun --nproc-per-node 2 tests/killed.py RANK STEP FLAG ...
 
-The data of that rank are written, and their index is not.
+The data of that rank are written by then, but not their index.
 """
 
 import os
@@ -10,14 +10,14 @@ import signal
 import sys
 from typing import Any
 
-import train  # isort: skip  (first: it sets what torch reads when it is imported)
 from torch.distributed.checkpoint import FileSystemWriter
 
+import train
 from support.command import run_script
 
 
 def arm(fatal_step: int) -> None:
-    """Have this process die while it saves this step."""
+    """Make this process kill itself while it saves this step."""
     save_checkpoint = train.save_checkpoint
     write_data = FileSystemWriter.write_data
 

@@ -407,8 +407,11 @@ def test_the_figure_has_the_numbers_of_the_log(monkeypatch):
     ]
     draw_curves(rows, Path("curves.png"))
     lines = [line for axis in figures[0].axes for line in axis.lines]
-    sampled, greedy, *others = [line.get_xydata().tolist() for line in lines]
-    assert sampled == [[0, 0.4], [1, 0.6]]
-    assert greedy == [[0, 0.2], [1, 0.9]]
-    # The weight of the KL is 1 - e_B.
-    assert others == [[[1, value]] for value in (0.3, 1 - 0.75, 0.02, 1.5)]
+    assert {line.get_label(): line.get_xydata().tolist() for line in lines} == {
+        "heldout_pass@1": [[0, 0.4], [1, 0.6]],
+        "heldout_greedy": [[0, 0.2], [1, 0.9]],
+        "reward": [[1, 0.3]],
+        "1 - ess": [[1, 0.25]],
+        "mismatch_kl": [[1, 0.02]],
+        "entropy": [[1, 1.5]],
+    }

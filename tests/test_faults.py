@@ -1,7 +1,6 @@
-"""What can go wrong in the numbers of a run: it stops, or goes on and counts it.
+"""Tests that a run stops at a number that is not finite and counts missing signals.
 
-The fault is put into one place of a run that is real in
-all others.
+Each test puts a fault into one place of a run that is otherwise real.
 """
 
 import math
@@ -46,8 +45,8 @@ def test_groups_without_signal_are_counted_and_teach_nothing(train_here, capsys)
     assert "no group ever had a signal" in capsys.readouterr().out
     for row in rows[1:]:
         assert row["reward"] == row["groups_with_signal"] == 0
-        # Without an advantage (12) has no first term. Its second one is what rounding
-        # leaves of a fresh batch: (1 - e_B) KL, with 1 - e_B and KL of about 1e-6.
+        # If all advantages are 0, only the second term of (12) is left: (1 - e_B) KL.
+        # On a fresh batch 1 - e_B and the KL are only rounding, about 1e-6 each.
         assert row["loss"] < 1e-9
-        # AdamW divides by |gradient| + 1e-8, and would blow up what is not below that.
+        # AdamW divides by |gradient| + 1e-8, and so would amplify a larger gradient.
         assert row["grad_norm"] < 1e-6

@@ -79,32 +79,29 @@ def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
     assert parse_flags(Config, []).steps == Config().steps == 60
 
 
+ARGUMENT = "--objective_args=eps=0.4"
+
+
 @pytest.mark.parametrize(
-    "flags, fields",
+    "kind, flags, field, value",
     [
-        (["--resume"], {"resume": True}),
-        (["--no-resume"], {"resume": False}),
-        (["--objective_args", "eps=0.4"], {"objective_args": {"eps": 0.4}}),
+        (Config, "--resume", "resume", True),
+        (Config, "--resume --no-resume", "resume", False),
+        (Config, ARGUMENT, "objective_args", {"eps": 0.4}),
         (
-            ["--objective_args=eps=0.4", "--objective_args", "c=3"],
-            {"objective_args": {"eps": 0.4, "c": 3.0}},
+            Config,
+            f"{ARGUMENT} --objective_args c=3",
+            "objective_args",
+            {"eps": 0.4, "c": 3},
         ),
+        (Config, "--out_dir=~/runs/x", "out_dir", "/home/someone/runs/x"),
+        (EvalConfig, "--out_dir=~/runs/x", "out_dir", "/home/someone/runs/x"),
+        (EvalConfig, "--task=gsm8k,math", "task", ["gsm8k", "math"]),
     ],
 )
-def test_a_flag_sets_its_field(flags, fields):
-    cfg = parse_flags(Config, flags)
-    assert {name: getattr(cfg, name) for name in fields} == fields
-
-
-@pytest.mark.parametrize("kind", [Config, EvalConfig])
-def test_the_home_folder_is_expanded_as_in_a_shell(kind, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    cfg = parse_flags(kind, ["--out_dir=~/runs/x"])
-    assert cfg.out_dir == "/home/someone/runs/x"
-
-
-def test_several_tasks_are_given_with_commas():
-    assert parse_flags(EvalConfig, ["--task=gsm8k,math"]).task == ["gsm8k", "math"]
+def test_a_flag_sets_its_field(kind, flags, field, value, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")  # ~ in a shell
+    assert getattr(parse_flags(kind, flags.split()), field) == value
 
 
 @pytest.mark.parametrize(
