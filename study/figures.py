@@ -49,20 +49,20 @@ def color_of(objective: str) -> str:
     return COLORS.get(objective, "black")
 
 
-def panels(count: int, height: float = 3.4, **options: Any) -> tuple[Any, list[Any]]:
-    """Return a figure and its panels, side by side with a common vertical axis."""
+def panels(count: int, rows: int = 1, **options: Any) -> tuple[Any, list[Any]]:
+    """Return a figure and its panels, row by row, with a common vertical axis."""
     options = {"sharey": True} | options
     figure, axes = plt.subplots(
-        1,
-        count,
-        figsize=(11, height),
+        rows,
+        count // rows,
+        figsize=(11, 3.4 * rows),
         layout="constrained",
         squeeze=False,
         **options,
     )
-    for axis in axes[0]:
+    for axis in axes.flat:
         axis.grid(alpha=0.3)
-    return figure, list(axes[0])
+    return figure, list(axes.flat)
 
 
 def draw_by_step(

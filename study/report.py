@@ -252,7 +252,7 @@ def weight_by_ratio(
 
 def draw_weights(path: Path) -> None:
     """Draw the weights for A = 1 (above 0) and A = -1, and the pull of the KL."""
-    figure, axes = panels(8)
+    figure, axes = panels(8, rows=2)
     shown = [[("p3o", e_b) for e_b in (0.9, 0.5, 0.1)]]
     shown += [
         [(name, 1.0) for name in names.split()]
@@ -286,7 +286,8 @@ def draw_weights(path: Path) -> None:
     for axis in axes:
         axis.legend(fontsize=8, loc="lower left")
         axis.set(xscale="log", ylim=(-5.5, 5.5), xlabel=r"ratio $\rho$")
-    axes[0].set_ylabel(r"weight on grad log $\pi_\theta$")
+    for axis in axes[::4]:
+        axis.set_ylabel(r"weight on grad log $\pi_\theta$")
     save(figure, path)
 
 
