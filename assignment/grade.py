@@ -1,21 +1,23 @@
-"""Grades a submission of the assignment, or many of them.
+"""Grades one submission of the assignment, or many of them.
 
     python assignment/grade.py STUDENT_DIR
     python assignment/grade.py STUDENT_DIR --only 2.3
     python assignment/grade.py --solution
     python assignment/grade.py --all FOLDER --out runs/grades
 
-What is printed of one submission ends with "points: X of Y"; of many, each has a line.
-With --out that folder has NUMBER-NAME.txt for each submission, the same as is printed
-of one, and grades.csv. Both are written as soon as a submission is graded.
+The report on one submission ends with "points: X of Y". With --all, each submission has
+one line. With --out, that folder gets grades.csv and, for each submission, its report
+as NUMBER-NAME.txt. Both are written as soon as a submission is graded.
 
-A student's code runs in processes of their own (runner.py, sandbox.py), and its answers
-are compared here (items.py), so that code that reads the grader learns nothing. What a
-process computes is limited, not how long the machine takes: points do not depend on
-what else the machine has to do.
+A student's code runs in processes of its own (runner.py, sandbox.py), and its answers
+are compared here (items.py), so code that reads the grader's memory or files finds no
+expected value. The limit is on computing time, not on elapsed time, so points do not
+depend on how busy the machine is. In messages, text in double quotes comes from the
+student's code.
 """
 
 import argparse
+import builtins
 import csv
 import json
 import os
@@ -37,7 +39,16 @@ SOLUTION = HERE / "solution"
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from assignment.items import ITEMS, Draw, Item, what_is_wrong  # noqa: E402
+from assignment.items import (  # noqa: E402
+    ITEMS,
+    Draw,
+    Item,
+    as_tensor,
+    legible,
+    quoted,
+    what_is_wrong,
+)
+from assignment.starter.toy import run_ranks  # noqa: E402
 
 PARTS = {
     "1": "e_B and its identities",
@@ -45,18 +56,19 @@ PARTS = {
     "3": "the trainer's batch",
     "4": "an experiment",
 }
-# The item that runs no code.
+# The one item that runs no code.
 FORM = Item(
     "4.2", 3, "the form of results.json", "results.json", "", lambda draw: iter(())
 )
 ALL_ITEMS = [*ITEMS, FORM]
-CPU_SECONDS = 3  # of an item; the slowest takes less than one
-# An item that has not ended after so long was not let compute, or waits for something.
+CPU_SECONDS = 3  # for each process of an item; the slowest needs less than one
+# An item that has not ended after this time was not given the processor.
 WALL_SECONDS = 60
+IDLE_SECONDS = 5  # after which a process that sleeps is stopped
 LONGEST_FILE = 2**20  # bytes of a student's file
 MOST_FILES = 50  # of a submission
-MOST_PRINTED = 2000  # bytes of what an item prints
-# What a student's process knows of this one's environment.
+MOST_PRINTED = 2000  # bytes that are shown of what an item prints
+# The variables of this environment that a student's process gets.
 ENVIRONMENT = ["PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT"]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
@@ -70,8 +82,17 @@ class Result(NamedTuple):
     points: int
     most: int
     sentence: str  # the first thing that is wrong; empty if nothing is
-    graded: bool = True  # False where the machine failed, and not the code
+    graded: bool = True  # False if the machine failed and not the code
     printed: str = ""  # by the code
+
+
+class Outcome(NamedTuple):
+    """What a student's process left behind."""
+
+    answers: list[dict[str, Any]]  # may hold anything; empty if it left none
+    ending: str  # of the process, as in runner.py
+    cpu_seconds: float
+    printed: str
 
 
 class Runner:
@@ -85,7 +106,7 @@ class Runner:
     def start(self) -> None:
         known = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         runner = str(HERE / "runner.py")
-        # -I leaves out the packages in a user's home, which foreign code cannot read.
+        # -I ignores packages in the user's home, which students' code cannot read.
         words = [runner, "--trust"] if self.trusted else ["-I", runner]
         self.process = subprocess.Popen(
             [sys.executable, *words],
@@ -94,13 +115,11 @@ class Runner:
             env=known | NO_GPU | ONE_THREAD,
         )
 
-    def ask(
-        self, folder: Path, item: Item, calls: list[list[Any]]
-    ) -> tuple[str, float, bytes, bytes]:
-        """How the code ended, its seconds of computing, its answers, what it printed.
+    def ask(self, folder: Path, item: Item, calls: list[list[Any]]) -> Outcome:
+        """Make these calls to an item's function in one process.
 
-        The runner hands on neither of the last two: a later student's code could find
-        them in its memory.
+        Answers and printed text come in files. If they passed through the runner, the
+        next student's code could find them in its memory.
         """
         with tempfile.TemporaryDirectory() as private:
             answers, printed = Path(private, "answers"), Path(private, "printed")
@@ -114,20 +133,63 @@ class Runner:
                 "become_nobody": self.become_nobody,
                 "cpu_seconds": CPU_SECONDS,
                 "wall_seconds": WALL_SECONDS,
+                "idle_seconds": IDLE_SECONDS,
             }
             try:
                 pickle.dump(job, self.process.stdin)
                 self.process.stdin.flush()
-                how, cpu_seconds = pickle.load(self.process.stdout)
+                ending, cpu_seconds = pickle.load(self.process.stdout)
             except (EOFError, BrokenPipeError):
-                how, cpu_seconds = "gone", 0.0
+                ending, cpu_seconds = "gone", 0.0
                 self.process.wait()
                 self.start()
-            written = [
+            written, text = [
                 path.read_bytes() if path.is_file() else b""
                 for path in (answers, printed)
             ]
-            return how, cpu_seconds, *written
+            text = text[:MOST_PRINTED].decode(errors="replace")
+            return Outcome(read_answers(written), ending, cpu_seconds, text)
+
+    def ask_ranks(self, folder: Path, item: Item, calls: list[list[Any]]) -> Outcome:
+        """Make these calls to run_ranks, with each rank in a process of its own.
+
+        No rank can see the others' micro-batches. The reference's loss.py is in the
+        folder, so unless the code is trusted, none of its text is shown.
+        """
+        outcome = Outcome([], "", 0.0, "")
+        answers: list[dict[str, Any]] = []
+
+        def run(_: None, *arguments: Any) -> list[Any]:
+            nonlocal outcome
+            outcome = self.ask(folder, item, [list(arguments)])
+            if not self.trusted:
+                outcome = outcome._replace(printed="")
+            (answer,) = outcome.answers
+            if "error" in answer:
+                answers.append(answer if self.trusted else without_text(answer))
+            return [as_tensor(each) for each in answer["value"]]
+
+        try:
+            for call in calls:
+                answers.append({"value": run_ranks(None, *call, run), "gradients": []})
+        except Exception as error:  # Whatever the answer was, it has no right form.
+            if not outcome.answers:
+                return outcome
+            if not answers or "error" not in answers[-1]:
+                answers.append({"wrong": f"{error}"})
+        return outcome._replace(answers=answers)
+
+
+def without_text(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an error's answer with nothing in it that the code could choose freely."""
+    name = answer["error"]
+    known = isinstance(name, str) and hasattr(builtins, name)
+    line = f"{answer.get('line')}".rpartition(" ")[2]
+    return {
+        "error": name if known else "an error of its own",
+        "message": "the message is only shown with --trust",
+        "line": f"line {line[:4]}" if line.isdecimal() else "",
+    }
 
 
 @contextmanager
@@ -140,7 +202,7 @@ def start_runner(trusted: bool, become_nobody: bool = False) -> Iterator[Runner]
 
 
 def read_answers(written: bytes) -> list[dict[str, Any]]:
-    """The answers of a student's process, which may be anything; none if unreadable."""
+    """Return the answers that a student's process wrote; none if they have no form."""
     try:
         answers = json.loads(written)
     except (ValueError, RecursionError):
@@ -150,57 +212,56 @@ def read_answers(written: bytes) -> list[dict[str, Any]]:
 
 
 def not_graded(item: Item, why: object) -> Result:
-    """What an item gets where the code may be right."""
+    """Return the result of an item whose code may be right."""
     sentence = legible(f"{why}")
     return Result(item.name, item.title, 0, item.points, sentence, graded=False)
 
 
 def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
-    """One item of the submission in this scratch folder."""
+    """Grade one item of the submission in this scratch folder."""
     lost = Result(item.name, item.title, 0, item.points, "")
     if not (folder / item.file).is_file():
-        return lost._replace(sentence=f"there is no {item.file} that can be taken")
+        return lost._replace(sentence=f"there is no {item.file} that can be graded")
     if item is FORM:
-        # Not at the top of the file: the other items do without pydantic.
+        # Imported here because the other items work without pydantic.
         from assignment.results import wrong_results
 
         return judged(lost, wrong_results(folder / item.file))
     cases = list(item.draw(Draw(seed)))
-    calls = [arguments for _, arguments in cases]
-    how, cpu_seconds, written, printed = runner.ask(folder, item, calls)
-    text = printed[:MOST_PRINTED].decode(errors="replace")
-    lost = lost._replace(printed=text)
-    answers = read_answers(written)
-    if answers:
-        return judged(lost, what_is_wrong(item, cases, answers))
-    of_machine = {
-        "late": f"neither ended nor computed for {CPU_SECONDS} s: grade it again",
-        "SIGKILL": "was ended by the machine, which lacks memory: grade it again",
-        "not enclosed": f"could not be enclosed: {text}",
-        "gone": "ended the process that runs it, and was not enclosed",
+    ask = runner.ask_ranks if item.result else runner.ask
+    outcome = ask(folder, item, [arguments for _, arguments in cases])
+    lost = lost._replace(printed=outcome.printed)
+    if outcome.answers:
+        return judged(lost, what_is_wrong(item, cases, outcome.answers))
+    ending = outcome.ending
+    machine = {
+        "late": f"was not given {CPU_SECONDS} s of computing: grade it again",
+        "SIGKILL": "was killed because the machine lacks memory: grade it again",
+        "gone": "ended the process that runs it: grade it again",
     }
-    if cpu_seconds >= CPU_SECONDS and not runner.trusted:
+    if runner.trusted and ending == "gone":
+        sentence = "ended the process that runs it, as it is not enclosed"
+    elif outcome.cpu_seconds >= CPU_SECONDS and not runner.trusted:
         sentence = f"took more than {CPU_SECONDS} s of computing"
-    elif how in of_machine:
-        return not_graded(item, f"{item.file} {of_machine[how]}")
+    elif ending in machine:
+        return not_graded(item, f"{item.file} {machine[ending]}")
+    elif ending.startswith("could not be enclosed"):
+        return not_graded(item, f"{item.file} {ending}")
+    elif ending == "idle":
+        sentence = f"slept for {IDLE_SECONDS} s and was stopped"
     else:
-        sentence = f"ended without an answer {how}".strip()
+        sentence = f"ended without an answer {ending}".strip()
     return judged(lost, f"{item.file} {sentence}")
 
 
 def judged(lost: Result, sentence: str) -> Result:
-    """All points of an item where there is nothing to say, and else none."""
+    """Give all points of an item if nothing is said against it, and otherwise none."""
     points = 0 if sentence else lost.most
     return lost._replace(points=points, sentence=legible(sentence))
 
 
-def legible(text: str) -> str:
-    """One line that any terminal can show."""
-    return "".join(c if c.isprintable() else " " for c in text)[:500]
-
-
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in it, and links to such, but none that a system has put there."""
+    """Return its folders and links to folders, but not those that a system creates."""
     return [
         path
         for path in sorted(folder.iterdir())
@@ -209,7 +270,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def innermost(source: Path) -> Path:
-    """The folder that has the files: an archive may have it in another one."""
+    """Return the folder with the files, which an archive may have put into another."""
     if source.is_symlink():
         raise ValueError(f"{source.name} is a link")
     inside = folders_in(source)
@@ -219,7 +280,7 @@ def innermost(source: Path) -> Path:
 
 
 def wanted_files(source: Path) -> list[Path]:
-    """The Python files and results.json; no link, no pipe, and nothing too long."""
+    """Return the Python files and results.json; no link, pipe or overlong file."""
     return [
         path
         for path in sorted(source.iterdir())
@@ -231,9 +292,9 @@ def wanted_files(source: Path) -> list[Path]:
 
 
 def copy_submission(source: Path, scratch: Path) -> None:
-    """The files of a submission, and the file that is given.
+    """Copy the files of a submission, and toy.py, which is given.
 
-    The reference, solution/, has the repository's loss.py.
+    The reference, solution/, uses the repository's loss.py.
     """
     if source == SOLUTION:
         shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
@@ -245,9 +306,9 @@ def copy_submission(source: Path, scratch: Path) -> None:
 def grade_each(
     runner: Runner, source: Path, seed: int, items: Iterable[Item] = ALL_ITEMS
 ) -> Iterator[Result]:
-    """The items of the submission in this folder, each as soon as it is graded.
+    """Yield the result of each item of a submission as soon as it is graded.
 
-    Whatever is raised here is "not graded", and costs nobody else anything.
+    An error of the grader makes the item "not graded" and does not affect any other.
     """
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
@@ -261,13 +322,13 @@ def grade_each(
             return
         for item in items:
             if item.file == "batch.py":
-                # A mistake in the student's loss.py has cost its points by now.
+                # A mistake in the student's loss.py has already cost its points.
                 shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
             try:
                 number = ALL_ITEMS.index(item)
                 result = grade_item(runner, item, scratch, seed + number)
             except Exception as error:
-                result = not_graded(item, f"the grader raised {error!r}")
+                result = not_graded(item, f"the grader raised {quoted(repr(error))}")
             yield result
 
 
@@ -277,19 +338,19 @@ def total(results: list[Result]) -> str:
 
 
 def lost_items(results: list[Result]) -> list[str]:
-    """The items for which the code got no points."""
+    """Return the items for which the code got no points."""
     return [r.name for r in results if r.graded and r.points < r.most]
 
 
 def report(results: list[Result], seed: int) -> str:
-    """What is printed of one submission. What was said before is not said again."""
+    """Return the report on one submission, which says each sentence only once."""
     lines = []
     said: dict[str, str] = {"": ""}  # each sentence, and the item that had it first
     for part, title in PARTS.items():
-        of_part = [result for result in results if result.name[0] == part]
-        if of_part:
-            lines.append(f"\nPart {part}: {title} ({total(of_part)})")
-        for result in of_part:
+        part_results = [result for result in results if result.name[0] == part]
+        if part_results:
+            lines.append(f"\nPart {part}: {title} ({total(part_results)})")
+        for result in part_results:
             got = f"{result.points} of {result.most}" if result.graded else "not graded"
             first = said.setdefault(result.sentence, result.name)
             again = f" (as in {first})" if first not in ("", result.name) else ""
@@ -304,8 +365,8 @@ def report(results: list[Result], seed: int) -> str:
     return "\n".join(lines)
 
 
-def line_of(name: str, results: list[Result]) -> str:
-    """A submission among many."""
+def summary_line(name: str, results: list[Result]) -> str:
+    """Return the line of a submission among many."""
     lost = ", ".join(lost_items(results)) or "nothing"
     line = f"{name}: {total(results)} points, lost {lost}"
     again = [result for result in results if not result.graded]
@@ -315,11 +376,11 @@ def line_of(name: str, results: list[Result]) -> str:
     return f"{line}; not graded: {names} ({again[0].sentence})"
 
 
-def row_of(name: str, results: list[Result]) -> list[Any]:
-    """A line of grades.csv, in which an item that was not graded is empty."""
+def csv_row(name: str, results: list[Result]) -> list[Any]:
+    """Return a row of grades.csv, in which an item that was not graded is empty."""
     points = [result.points if result.graded else "" for result in results]
     sentences = [result.sentence for result in results if result.sentence]
-    # A spreadsheet would compute what begins like a formula.
+    # A spreadsheet would evaluate text that begins like a formula.
     name, sentence = [
         f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
         for text in (name, "".join(sentences[:1]))
@@ -330,7 +391,7 @@ def row_of(name: str, results: list[Result]) -> list[Any]:
 def grade_all(
     runner: Runner, folders: list[Path], items: list[Item], seed: int, out: Path | None
 ) -> None:
-    """Many submissions. What is known of each is printed and written at once."""
+    """Grade many submissions, and print and write the results of each at once."""
     lost: Counter[str] = Counter()
     if out:
         head = ["submission", "points", *[item.name for item in items]]
@@ -339,11 +400,11 @@ def grade_all(
         name = legible(folder.name)
         results = list(grade_each(runner, folder, seed, items))
         lost.update(lost_items(results))
-        print(line_of(name, results), flush=True)
+        print(summary_line(name, results), flush=True)
         if out:
-            # Numbered, as names may differ in what a file's name cannot hold.
+            # Two names may differ only in characters that a file name cannot hold.
             write_report(out, f"{number:02}-{name[:50]}", results, seed)
-            write_row(out, "a", row_of(name, results))
+            write_row(out, "a", csv_row(name, results))
     counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
     print(f"{len(folders)} submissions, --seed {seed}; lost by how many: {counts}")
 
@@ -358,31 +419,32 @@ def write_row(out: Path, mode: str, row: list[Any]) -> None:
         csv.writer(file).writerow(row)
 
 
-def has_to_become_nobody() -> bool:
-    """Whether foreign code has to run as another user than this one, which is root.
+def has_to_become_nobody(private: Iterable[Path]) -> bool:
+    """Whether students' code has to run as another user because this one is root.
 
-    Ends, with the reason, where foreign code cannot run at all.
+    `private` are folders that the code must not read. Exits with the reason if the code
+    cannot be enclosed on this machine.
     """
-    reason = "foreign code is enclosed on Linux alone"
+    reason = "the enclosure for other people's code needs Linux"
     if sys.platform == "linux":
         from assignment import sandbox
 
-        reason = sandbox.why_not()
+        reason = sandbox.refusal(private)
     if reason:
-        sys.exit(f"grade.py: {reason}. --trust grades your own code without enclosing.")
+        sys.exit(f"grade.py: {reason}. --trust grades your own code without enclosure.")
     return os.geteuid() == 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="of a submission")
+    parser.add_argument("folder", nargs="?", type=Path, help="of one submission")
     parser.add_argument("--all", type=Path, help="a folder of submissions")
     parser.add_argument("--solution", action="store_true", help="grade the reference")
     parser.add_argument("--only", default="", help="an item, as 2.3, or a part, as 2")
     parser.add_argument("--out", type=Path, help="a folder for the reports")
     parser.add_argument("--seed", type=int, help="of the inputs; by default a secret")
     parser.add_argument(
-        "--trust", action="store_true", help="your own code, without an enclosure"
+        "--trust", action="store_true", help="run your own code without enclosure"
     )
     args = parser.parse_args()
     # A student's name may have letters that this terminal lacks.
@@ -399,10 +461,11 @@ def main() -> None:
         folders = folders_in(folder)
         if not folders:
             sys.exit(f"grade.py: {folder} has no folders, one for each submission")
-    seed = secrets.randbits(40) if args.seed is None else args.seed
-    become_nobody = not args.trust and has_to_become_nobody()
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
+    seed = secrets.randbits(40) if args.seed is None else args.seed
+    private = [ROOT, folder, *([args.out] if args.out else [])]
+    become_nobody = not args.trust and has_to_become_nobody(private)
     with start_runner(args.trust, become_nobody) as runner:
         if args.all:
             grade_all(runner, folders, items, seed, args.out)

@@ -1,10 +1,9 @@
-"""The items of the assignment: what is asked of a student's code, and what is right.
+"""The items of the assignment: what a student's code is asked, and what is right.
 
-An item calls one function of the student's with inputs that are drawn anew in each run,
-in another process (runner.py), and compares what comes back with what the function
-of the reference gives for the same inputs: its value, or its gradient to the inputs
-that ask for one. Where a known mistake (mistakes.py) gives all that was found, the
-sentence on what is wrong names it.
+An item calls one of the student's functions in another process (runner.py), with inputs
+that are drawn anew in each run. The value, or its gradient to the inputs that require
+one, is compared with that of the reference for the same inputs. If a known mistake
+(mistakes.py) explains all answers, the message names it.
 """
 
 import math
@@ -17,37 +16,37 @@ from torch import Tensor
 
 from assignment.mistakes import MISTAKES, Mistake, functions_of
 from assignment.runner import answer_of
-from assignment.starter.toy import FEATURES, VOCABULARY, random_ranks
+from assignment.starter.toy import FEATURES, VOCABULARY, Part, random_ranks, run_ranks
 
 F64 = torch.float64
-# What toy.run_ranks returns, in this order.
+# The results of toy.run_ranks, in order.
 RESULTS = ("e_B", "gradient", "passes")
 
-# The beginning of a sentence on the inputs, and the inputs.
+# The beginning of a message, which describes the inputs, and the inputs.
 Case = tuple[str, list[Any]]
 Cases = Iterator[Case]
 
 
 class Item(NamedTuple):
-    """What points are given for."""
+    """Something that points are given for."""
 
-    name: str  # "2.4"
+    name: str  # such as "2.4"
     points: int
     title: str
-    file: str  # of the student
-    function: str  # in it
+    file: str  # the student's file
+    function: str  # in that file
     draw: Callable[["Draw"], Cases]
-    of_gradient: bool = False  # compare the gradients, not the value
-    to_logits: bool = False  # compare the value, and the gradient to logits
-    kind: str = ""  # that the value has to have, as "float64 tensor"
+    gradient_only: bool = False  # compare the gradients and not the value
+    to_logits: bool = False  # compare the value and its gradient to the logits
+    kind: str = ""  # the kind that the value must have, such as "float64 tensor"
     result: str = ""  # of toy.run_ranks, which runs `update`: one of RESULTS
-    # Relative to the largest right value. Known mistakes move it by 1% at least.
+    # Relative to the largest right value. A known mistake moves some value by 1%.
     tolerance: float = 1e-5
-    each: bool = False  # relative to each right value, not to the largest
+    each: bool = False  # the tolerance is relative to each right value instead
 
 
 class Draw:
-    """Random inputs: the same ones for the same seed."""
+    """Draws random inputs, which are the same for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -63,97 +62,132 @@ class Draw:
         return spread * torch.randn(shape, generator=self.generator, dtype=F64)
 
     def integer(self, low: int, high: int) -> int:
-        """From low to high, both included."""
+        """Draw from low to high, both included."""
         return int(torch.randint(low, high + 1, (), generator=self.generator))
 
-    def policies(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """log pi_theta and log pi_b, of which the last dimension is the vocabulary."""
-        behavior = self.normal(1.0, *shape)
-        policy = behavior + self.normal(1.0, *shape)
+    def policies(self, *shape: int, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Draw log pi_theta and log pi_b; the last dimension is the vocabulary."""
+        behavior = self.normal(spread, *shape)
+        policy = behavior + self.normal(spread, *shape)
         return policy.log_softmax(dim=-1), behavior.log_softmax(dim=-1)
+
+    def ratios(self, e_b: float) -> Tensor:
+        """Draw a log rho of each kind: far below e_B, below, above, 0, above 0."""
+        below, between = e_b * self.number(0.1, 0.5), self.number(0.3, 0.7)
+        between = e_b + between * (1 - e_b)
+        above = self.number(0.4, 1.8)
+        return torch.tensor(
+            [-25, -8, math.log(below), math.log(between), 0, above], dtype=F64
+        )
+
+
+# Intervals of e_B. Its lowest value is one over the number of tokens.
+E_B = ((1e-8, 1e-6), (0.2, 0.4), (0.6, 0.9), (0.91, 0.99))
 
 
 def listed(values: Any) -> str:
-    """A few numbers, as a student would write them."""
+    """Write a few numbers the way a student would."""
     numbers = torch.as_tensor(values, dtype=F64).flatten().tolist()
     return ", ".join(f"{number:.4g}" for number in numbers)
+
+
+def legible(text: str) -> str:
+    """Return the text as one line that any terminal can show."""
+    return "".join(c if c.isprintable() else " " for c in text)[:500]
+
+
+def quoted(text: Any) -> str:
+    """Return text that a student's code chose, marked as such by double quotes."""
+    shown = legible(f"{text}"[:300]).replace('"', "'")
+    return f'"{shown}"'
 
 
 # The comparison
 
 
 def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
-    """The first wrong answer to the cases, in a sentence; empty if all are right.
+    """Return the first thing wrong with the answers, as a sentence; "" if nothing is.
 
-    The answers are of the student's process, and may be anything.
+    The answers come from the student's process and may be anything.
     """
     found = []
     for (sentence, arguments), answer in zip(cases, answers, strict=False):
         if "error" in answer:
-            return f"{item.function} raised {answer['error']}"
+            error = f"{answer['error']}: {answer.get('message')}"
+            line = f" ({answer['line']})" if answer.get("line") else ""
+            return f"{item.function} raised {quoted(error + line)}"
+        if "wrong" in answer:
+            return f"{item.function} does not work: {quoted(answer['wrong'])}"
         try:
             found.append(found_in(item, arguments, answer))
             kind = answer["value"]["kind"] if item.kind else ""
-        except Exception:  # What came back may have any form.
-            shown = f"{answer.get('value')}"[:60]
+        except Exception:  # The answer may have any form.
+            shown = quoted(f"{answer.get('value')}"[:60])
             return f"{sentence} {item.function} returned {shown}; expected numbers"
         if kind != item.kind:
-            return f"{sentence} {item.function} is a {kind}; expected a {item.kind}"
+            shown = quoted(kind)
+            return f"{sentence} {item.function} is a {shown}; expected a {item.kind}"
     if len(found) < len(cases):
         return f"{item.function} gave no answer"
     noun = f"your {item.function}"
-    if item.of_gradient:
+    if item.gradient_only:
         noun = f"the gradient of {noun}"
     if item.result:
         noun = f"the {item.result} of {noun}"
-    for (sentence, arguments), of_case in zip(cases, found, strict=True):
-        right = right_of(item, arguments)
-        difference = first_difference(item, of_case, right, item.tolerance)
+    for (sentence, arguments), values in zip(cases, found, strict=True):
+        right = right_values(item, arguments)
+        difference = first_difference(item, values, right, item.tolerance)
         if difference:
             return f"{sentence} {noun} {difference}{known_mistake(item, cases, found)}"
     return ""
 
 
 def found_in(item: Item, arguments: list[Any], answer: dict) -> list[Tensor]:
-    """What an item looks at in an answer."""
+    """Return the tensors in an answer that the item compares."""
     value = answer["value"]
     if item.result:
         value = value[RESULTS.index(item.result)]
     gradients = [as_tensor(gradient) for gradient in answer["gradients"]]
     if item.to_logits:
-        # Right functions may differ in the gradient to log pi_theta, by a multiple of
-        # pi_theta. To the logits this is nothing.
+        # The gradients to log pi_theta of two right functions may differ by a multiple
+        # of pi_theta. The gradient to the logits is then the same.
         (gradient,) = gradients
         mean = gradient.sum(dim=-1, keepdim=True)
         gradients = [gradient - arguments[0].detach().double().exp() * mean]
         return [as_tensor(value), *gradients]
-    return gradients if item.of_gradient else [as_tensor(value)]
+    return gradients if item.gradient_only else [as_tensor(value)]
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Numbers that came back as JSON. Raises ValueError or TypeError for others."""
+    """Return the numbers of an answer. Raises ValueError or TypeError for others."""
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, dict):
         value = value["tensor"]
-    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+    if isinstance(value, list) and any(isinstance(x, dict | Tensor) for x in value):
         return torch.stack([as_tensor(each) for each in value])
     return torch.tensor(value, dtype=F64)
 
 
-def right_of(
+def right_values(
     item: Item, arguments: list[Any], mistake: Mistake | None = None
 ) -> list[Tensor]:
-    """What an item looks at in the reference's answer, or in that of a mistake."""
+    """Return what the item compares for the reference, or for a mistake in it."""
     function = functions_of(item.file, mistake)[item.function]
-    return found_in(item, arguments, answer_of(item.function, function, arguments))
+    if item.result:
+        answer = {"value": run_ranks(function, *arguments), "gradients": []}
+    else:
+        answer = answer_of(function, arguments)
+    return found_in(item, arguments, answer)
 
 
 def first_difference(
     item: Item, found: list[Tensor], right: list[Tensor], tolerance: float
 ) -> str:
-    """Where two lists of tensors differ, in the end of a sentence; empty if nowhere."""
+    """Return where two lists of tensors differ, to end a sentence; "" if nowhere."""
     if len(found) != len(right):
         return f"has {len(found)} gradients; expected {len(right)}"
-    for place, (one, other) in enumerate(zip(found, right, strict=True)):
+    for index, (one, other) in enumerate(zip(found, right, strict=True)):
         if one.shape != other.shape:
             return f"has the shape {list(one.shape)}; expected {list(other.shape)}"
         size = other.nan_to_num().abs()
@@ -163,21 +197,21 @@ def first_difference(
         if not is_close.all():
             entry = tuple((~is_close).nonzero()[0].tolist())
             where = f"at {list(entry)} " if entry else ""
-            if item.to_logits and place:
+            if item.to_logits and index:
                 where = f"in its gradient to the logits {where}"
             return f"{where}is {listed(one[entry])}; expected {listed(other[entry])}"
     return ""
 
 
 def known_mistake(item: Item, cases: list[Case], found: list[list[Tensor]]) -> str:
-    """A sentence on the first mistake that gives all that was found, if one does."""
+    """Return a sentence on the first known mistake that explains all answers."""
     for mistake in MISTAKES:
         if mistake.file == item.file and item.name in mistake.items.split():
             try:
-                of_mistake = [right_of(item, each, mistake) for _, each in cases]
-            except RuntimeError:  # A mistake may end in an error.
+                wrong = [right_values(item, each, mistake) for _, each in cases]
+            except RuntimeError:  # A mistake may raise an error.
                 continue
-            pairs = zip(found, of_mistake, strict=True)
+            pairs = zip(found, wrong, strict=True)
             if not any(first_difference(item, *pair, 1e-4) for pair in pairs):
                 return f". That is {mistake.said}"
     return ""
@@ -187,15 +221,19 @@ def known_mistake(item: Item, cases: list[Case], found: list[list[Tensor]]) -> s
 
 
 def stale_batches(draw: Draw) -> Cases:
-    for log_ratio in (draw.normal(0.3, 1, 3), draw.normal(1.0, 2, 4)):
+    for spread, mean in ((0.3, 0), (1.0, 0), (1.0, -12)):
+        log_ratio = draw.normal(spread, 2, 4) + mean
+        if mean == 0:
+            log_ratio[0, 0], log_ratio[1, 1] = 0.0, -8.0
         mask = torch.ones(log_ratio.shape, dtype=torch.bool)
         yield f"for the log rho {listed(log_ratio)}", [log_ratio, mask]
 
 
 def padded_batches(draw: Draw) -> Cases:
-    for padding in (0.0, math.nan, math.inf):
+    for padding in (0.0, draw.number(0.5, 2), math.nan, math.inf):
         mask = torch.arange(6) < torch.tensor([[6], [1], [draw.integer(2, 5)]])
         log_ratio = draw.normal(1.0, 3, 6).masked_fill(~mask, padding)
+        log_ratio[0, 0] = 0.0
         lengths = listed(mask.sum(dim=1))
         sentence = f"for responses of {lengths} tokens, with {padding} in the padding,"
         yield sentence, [log_ratio, mask]
@@ -210,57 +248,67 @@ def far_batches(draw: Draw) -> Cases:
 
 
 def sums_of_batches(draw: Draw) -> Cases:
-    for ratio in (
-        draw.uniform(0.2, 4, 9),
-        draw.normal(1.0, 50).exp(),
-        3 * torch.ones(7, dtype=F64),
+    outlier = torch.tensor([draw.number(10, 100)], dtype=F64)
+    for copies, ratio in (
+        (1, draw.uniform(0.2, 4, 9)),
+        (1, draw.uniform(0.8, 1.25, 9)),  # e_B is above 0.9
+        (1, draw.normal(1.0, 50).exp()),
+        (1, 3 * torch.ones(7, dtype=F64)),
+        (1e8, outlier),  # one of 1e8 tokens; e_B is 1e-8, its lowest value
+        (1, 1e-6 * draw.uniform(0.2, 4, 9)),
     ):
         ratio = draw.number(2, 9) * ratio
         total, squares = ratio.sum().item(), ratio.square().sum().item()
-        sums = torch.tensor([len(ratio), total, squares], dtype=F64)
+        sums = torch.tensor([copies * len(ratio), total, squares], dtype=F64)
         yield f"for the sums {listed(sums)}", [sums]
 
 
 def unknown_sums(draw: Draw) -> Cases:
     count = draw.integer(5, 9)
-    # The first has an e_B. The square of 1e173 has no place in float64.
-    of_ratios = [(count, count), (0, 0), (math.nan, math.nan), (1e173, math.inf)]
-    for total, squares in of_ratios:
+    # Only the first has an e_B. The square of 1e173 is too large for float64.
+    pairs = [(count, count), (0, 0), (math.nan, math.nan), (1e173, math.inf)]
+    for total, squares in pairs:
         sums = torch.tensor([count if total else 0, total, squares], dtype=F64)
         yield f"for the sums {listed(sums)}", [sums]
 
 
 def rewards(draw: Draw) -> Cases:
-    reward = draw.uniform(0, 1, 3, 4)
-    # So near to each other that the 1e-6 of the deviation shows.
+    reward = draw.uniform(-3, 5, 3, 4)
+    # So close to each other that the 1e-6 of the deviation shows.
     near = 0.5 + 1e-5 * draw.uniform(0, 1, 1, 4)
-    # The mean of equal numbers in float32 often differs from them in the last digit.
+    # The float32 mean of equal numbers often differs from them in the last digit.
     equal = draw.uniform(0.1, 1, 32, 1).float().expand(32, 7).clone()
     equal[0, 0] = 0.0
     digits = ", ".join(f"{value:.8f}" for value in near.flatten().tolist())
     yield f"for the rewards {listed(reward)}", [reward]
     yield f"with scale=False, for the rewards {listed(reward)}", [reward, False]
     yield f"for the rewards {digits}", [near]
-    yield "for groups of equal rewards but one, in float32,", [equal]
+    yield "for float32 groups of equal rewards, all but one,", [equal]
 
 
 def variations(draw: Draw) -> Cases:
-    for _ in range(3):
-        value = draw.number(0.1, 3)
+    for low, high in ((0.1, 0.3), (0.5, 1.5), (2, 9), (1e4, 1e5)):
+        value = draw.number(low, high)
         yield f"at a CV of {value:.4g}", [value]
 
 
 def outliers(draw: Draw) -> Cases:
-    for _ in range(3):
-        tokens, ratio = draw.integer(5, 500), draw.number(3, 300)
+    for most, low, high in (
+        (9, 0.1, 0.5),
+        (50, 3, 30),
+        (500, 30, 300),
+        (9**9, 1e9, 1e10),
+    ):
+        tokens, ratio = draw.integer(most // 2, most), draw.number(low, high)
         sentence = f"for {tokens} tokens, one of ratio {ratio:.4g}, the others of 1,"
         yield sentence, [tokens, ratio]
 
 
 def two_policies(draw: Draw) -> Cases:
-    policy, behavior = [each.exp() for each in draw.policies(6)]
-    sentence = f"for pi_theta = {listed(policy)} and pi_b = {listed(behavior)}"
-    yield sentence, [policy, behavior]
+    for spread in (0.1, 1.0, 5.0):
+        policy, behavior = [each.exp() for each in draw.policies(6, spread=spread)]
+        sentence = f"for pi_theta = {listed(policy)} and pi_b = {listed(behavior)}"
+        yield sentence, [policy, behavior]
 
 
 PART_1 = [
@@ -271,11 +319,12 @@ PART_1 = [
         "loss.py",
         "ratio_sums",
         stale_batches,
+        each=True,
     ),
     Item(
         "1.2",
         3,
-        "padding is no token",
+        "padding does not count",
         "loss.py",
         "ratio_sums",
         padded_batches,
@@ -294,7 +343,7 @@ PART_1 = [
     Item(
         "1.5",
         2,
-        "no e_B where there is none",
+        "NaN if there is no e_B",
         "loss.py",
         "effective_sample_size",
         unknown_sums,
@@ -333,6 +382,9 @@ PART_1 = [
 def lists_of_tokens(draw: Draw) -> Cases:
     for count in (1, 4, 7):
         logp, logp_behavior = [each[..., :count] for each in draw.policies(2, 3, 9)]
+        # Log ratios near 8 and -8; the rest holds what these tokens lose.
+        logp_behavior[0, 0, 0] -= 8
+        logp[0, 1, 0] -= 8
         arguments = [logp.requires_grad_(), logp_behavior.requires_grad_()]
         yield f"over {count} of 9 tokens and the rest,", arguments
     small_rest = torch.tensor([[0.6, 0.3995], [0.5, 0.4999]], dtype=F64).log()
@@ -342,32 +394,29 @@ def lists_of_tokens(draw: Draw) -> Cases:
 
 def rounded_lists(draw: Draw) -> Cases:
     sentence = (
-        "with all 9 tokens in float32, where the rest is as often below 0 as above,"
+        "with all 9 tokens in float32, where the rest is rounding of either sign,"
     )
     logp, logp_behavior = [each.float() for each in draw.policies(32, 9)]
     yield sentence, [logp.requires_grad_(), logp_behavior]
 
 
-def tokens_of_a_batch(draw: Draw, of_kl: bool) -> Cases:
-    """Arguments of p3o of which A or the KL is 0, and the other is not."""
-    for e_b in (draw.number(0.2, 0.4), draw.number(0.6, 0.9)):
-        # Ratios far below and far above e_B.
-        ratio = torch.stack([draw.uniform(0.02, 0.15, 2), draw.uniform(1.5, 6, 2)])
-        logp_behavior = draw.uniform(-3, -0.5, 2, 2)
-        logp = logp_behavior + ratio.log()
-        # Each of these ratios with an advantage of either sign.
-        advantage = draw.uniform(0.5, 2, 2, 2) * torch.tensor([1, -1])
-        kl = draw.uniform(0.1, 2, 2, 2)
-        sentence = f"for e_B = {e_b:.4g}, rho = {listed(ratio)}, "
-        if of_kl:
-            advantage = torch.zeros(2, 2, dtype=F64)
-            sentence += f"A = 0 and a KL of {listed(kl)}"
-            kl.requires_grad_()
-        else:
-            kl = torch.zeros(2, 2, dtype=F64)
-            sentence += f"A = {listed(advantage)} and a KL of 0"
-            logp.requires_grad_()
-        yield sentence, [logp, logp_behavior, advantage, kl, e_b]
+def p3o_batches(argument: int, draw: Draw) -> Cases:
+    """Draw arguments of p3o, of which one (by its index) requires a gradient."""
+    for interval in E_B:
+        e_b = draw.number(*interval)
+        log_ratio = draw.ratios(e_b)
+        logp_behavior = draw.uniform(-3, -0.5, 3, 6) - log_ratio.clamp(min=0)
+        # Every ratio occurs with a positive, a negative and no advantage.
+        advantage = [[draw.number(0.5, 2)], [-draw.number(2, 5)], [0.0]]
+        advantage = torch.tensor(advantage, dtype=F64).expand(3, 6)
+        kl = draw.uniform(0.1, 2, 3, 6) * torch.tensor([1, 1, 1, 1, 1, 12])
+        tensors = [logp_behavior + log_ratio, logp_behavior, advantage, kl]
+        tensors[argument].requires_grad_()
+        sentence = (
+            f"for e_B = {e_b:.4g}, log rho = {listed(log_ratio)} in each row and "
+            f"A = {listed(advantage[:, 0])} by row,"
+        )
+        yield sentence, [*tensors, e_b]
 
 
 def fresh_batch(draw: Draw) -> Cases:
@@ -377,24 +426,27 @@ def fresh_batch(draw: Draw) -> Cases:
 
 
 def tokens_to_weigh(draw: Draw) -> Cases:
-    for low, high, sign in ((0.05, 0.3, 1), (0.5, 0.9, -1), (1.5, 5, 1), (1.5, 5, -1)):
-        ratio, advantage = draw.number(low, high), sign * draw.number(0.5, 2)
-        e_b = draw.number(0.35, 0.9)
-        sentence = f"at rho = {ratio:.4g}, A = {advantage:.4g}, e_B = {e_b:.4g}"
-        yield sentence, [ratio, advantage, e_b]
+    for interval in E_B:
+        e_b = draw.number(*interval)
+        for ratio in draw.ratios(e_b).exp().tolist():
+            for advantage in (draw.number(0.5, 2), -draw.number(2, 5), 0.0):
+                sentence = f"at rho = {ratio:.4g}, A = {advantage:.4g}, e_B = {e_b:.4g}"
+                yield sentence, [ratio, advantage, e_b]
 
 
 def policies_in_nats(draw: Draw) -> Cases:
-    logp, logp_behavior = draw.policies(5)
-    sentence = f"for log pi_theta = {listed(logp)} and log pi_b = "
-    yield sentence + listed(logp_behavior), [logp, logp_behavior]
+    for spread in (0.1, 1.0, 4.0):
+        logp, logp_behavior = draw.policies(5, spread=spread)
+        sentence = f"for log pi_theta = {listed(logp)} and log pi_b = "
+        yield sentence + listed(logp_behavior), [logp, logp_behavior]
 
 
 def temperatures(draw: Draw) -> Cases:
-    for temperature in (draw.number(0.4, 0.8), draw.number(1.3, 3)):
-        e_b = draw.number(0.2, 0.8)
-        sentence = f"at T = {temperature:.4g}, e_B = {e_b:.4g}"
-        yield sentence, [temperature, e_b]
+    for temperature in (draw.number(0.1, 0.8), 1.0, draw.number(1.3, 9)):
+        for interval in E_B:
+            e_b = draw.number(*interval)
+            sentence = f"at T = {temperature:.4g}, e_B = {e_b:.4g}"
+            yield sentence, [temperature, e_b]
 
 
 PART_2 = [
@@ -406,7 +458,7 @@ PART_2 = [
         "loss.py",
         "kl_divergence",
         lists_of_tokens,
-        of_gradient=True,
+        gradient_only=True,
     ),
     Item(
         "2.3",
@@ -424,8 +476,9 @@ PART_2 = [
         "the cap",
         "loss.py",
         "p3o",
-        lambda draw: tokens_of_a_batch(draw, of_kl=False),
-        of_gradient=True,
+        partial(p3o_batches, 0),
+        gradient_only=True,
+        each=True,
     ),
     Item(
         "2.5",
@@ -433,8 +486,9 @@ PART_2 = [
         "the weight of the KL",
         "loss.py",
         "p3o",
-        lambda draw: tokens_of_a_batch(draw, of_kl=True),
-        of_gradient=True,
+        partial(p3o_batches, 3),
+        gradient_only=True,
+        each=True,
     ),
     Item("2.6", 3, "a fresh batch", "loss.py", "p3o", fresh_batch),
     Item(
@@ -466,34 +520,49 @@ PART_2 = [
 
 # Part 3: the trainer's batch
 
-# Micro-batches: for each rank, so many responses in each.
+# For each rank, the number of responses in each of its micro-batches.
 Sizes = list[list[int]]
-ONE_RANK: list[Sizes] = [[[6]], [[2, 4]], [[3, 2, 5]]]
-SEVERAL_RANKS: list[Sizes] = [[[3], [4]], [[2, 3], [5]], [[2], [3, 4], [2, 5, 1]]]
+ONE_RANK: list[Sizes] = [[[2, 4]], [[3, 2, 5]]]
+SEVERAL_RANKS: list[Sizes] = [[[3], [4]], [[2], [3, 4], [2, 5, 1]]]
 
 
 def batches(sizes: list[Sizes], draw: Draw) -> Cases:
-    """What toy.run_ranks takes after `update`."""
-    for ranks in sizes:
+    """Draw what toy.run_ranks takes after `update`."""
+    for rank_sizes, staleness in zip(sizes, (0.02, 0.15), strict=True):
         weight = draw.normal(1.0, FEATURES, VOCABULARY)
-        parts = random_ranks(ranks, seed=draw.integer(0, 2**40))
-        # As plain tuples: the student's process has no class of this module.
-        plain = [[tuple(part) for part in of_rank] for of_rank in parts]
-        yield f"for the micro-batches {ranks}", [weight, plain]
+        seed = draw.integer(0, 2**40)
+        ranks = random_ranks(rank_sizes, weight, seed, staleness)
+        add_unlikely_token(ranks[-1][-1], weight)
+        # Plain tuples, because the student's process cannot import this module's class.
+        plain = [[tuple(part) for part in parts] for parts in ranks]
+        yield f"for the micro-batches {rank_sizes}", [weight, plain]
 
 
-def of_update(name: str, points: int, title: str, sizes: list[Sizes], result: str):
-    """An item on what `update` does, of which toy.run_ranks tells."""
+def add_unlikely_token(part: Part, weight: Tensor) -> None:
+    """Give the last response a first token with a log rho of about -8."""
+    logits = part.features[-1, 0] @ weight
+    # Scaled so that the least likely token has a probability of about e^-12.
+    part.features[-1, 0] *= 12 / (logits.max() - logits.min())
+    token = logits.argmin()
+    logits = part.features[-1, 0] @ weight
+    logits[token] += 8
+    part.tokens[-1, 0] = token
+    part.top_logp_behavior[-1, 0] = logits.log_softmax(dim=-1)
+    part.logp_behavior[-1, 0] = part.top_logp_behavior[-1, 0, token]
+
+
+def update_item(name: str, points: int, title: str, sizes: list[Sizes], result: str):
+    """Return an item on one of the results of `update`."""
     draw = partial(batches, sizes)
     return Item(name, points, title, "batch.py", "update", draw, result=result)
 
 
 PART_3 = [
-    of_update("3.1", 4, "e_B over micro-batches", ONE_RANK, "e_B"),
-    of_update("3.2", 5, "e_B over ranks", SEVERAL_RANKS, "e_B"),
-    of_update("3.3", 4, "the gradient over micro-batches", ONE_RANK, "gradient"),
-    of_update("3.4", 5, "the gradient over ranks", SEVERAL_RANKS, "gradient"),
-    of_update("3.5", 2, "2 n - 1 passes", ONE_RANK + SEVERAL_RANKS, "passes"),
+    update_item("3.1", 4, "e_B over micro-batches", ONE_RANK, "e_B"),
+    update_item("3.2", 5, "e_B over ranks", SEVERAL_RANKS, "e_B"),
+    update_item("3.3", 4, "the gradient over micro-batches", ONE_RANK, "gradient"),
+    update_item("3.4", 5, "the gradient over ranks", SEVERAL_RANKS, "gradient"),
+    update_item("3.5", 2, "2 n - 1 passes", SEVERAL_RANKS, "passes"),
 ]
 
 
@@ -501,9 +570,9 @@ PART_3 = [
 
 
 def paired_values(draw: Draw) -> Cases:
-    for level in (0.95, 0.8):
-        first, second = draw.uniform(0, 1, 2, draw.integer(4, 9)).tolist()
-        sentence = f"for {len(first)} seeds at the level {level}"
+    for seeds, level in ((2, 0.95), (draw.integer(4, 9), 0.8), (40, 0.95)):
+        first, second = draw.uniform(0, 1, 2, seeds).tolist()
+        sentence = f"for {seeds} seeds at the level {level}"
         yield sentence, [first, second, level]
 
 

@@ -1,4 +1,4 @@
-"""What is checked of results.json of part 4: its form, and that its numbers fit."""
+"""Checks the form of results.json of part 4, and that its numbers fit its values."""
 
 import re
 from pathlib import Path
@@ -6,18 +6,21 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
+from assignment.items import quoted
 from assignment.solution.experiment import paired_interval
 from loss import LOSSES
 
-# All that the grader takes from the trainer's side.
+# The grader needs nothing else of the trainer.
 from support.command import Refused, parse_flags
 from support.config import NEUTRAL_FIELDS, Config
 
 Sentence = Annotated[str, Field(min_length=40)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
+# The file is parsed outside the enclosure, so its size bounds the work.
+LONGEST_FILE = 20_000  # bytes
 # An arm is off-policy if one of these differs from its default. Fewer minibatches than
-# the default do not count: they make it less off-policy.
-OF_MISMATCH = {
+# the default do not count, because they make it less off-policy.
+MISMATCH_FIELDS = {
     "temperature",
     "top_p",
     "top_k",
@@ -29,16 +32,15 @@ OF_MISMATCH = {
 
 
 class Arm(BaseModel):
-    """One of the two settings, and what came out."""
+    """One of the two settings, with its results."""
 
-    # Of many, argparse would take hours.
     flags: Annotated[list[str], Field(max_length=50)]
     seeds: Annotated[list[int], Field(min_length=5)]
     values: list[Accuracy]
 
 
 class Comparison(BaseModel):
-    """The first arm less the second."""
+    """The first arm minus the second."""
 
     difference: float
     low: float
@@ -46,7 +48,7 @@ class Comparison(BaseModel):
 
 
 class Results(BaseModel):
-    """results.json, whose fields the handout explains."""
+    """The content of results.json; the handout explains the fields."""
 
     question: Sentence
     prediction: Sentence
@@ -56,19 +58,21 @@ class Results(BaseModel):
 
 
 def wrong_results(path: Path) -> str:
-    """The first thing that is wrong with results.json; empty if nothing is."""
+    """Return the first thing wrong with results.json; "" if nothing is."""
+    if path.stat().st_size > LONGEST_FILE:
+        return f"results.json has more than {LONGEST_FILE} bytes"
     try:
         results = Results.model_validate_json(path.read_bytes())
     except ValidationError as error:
         complaint = error.errors()[0]
-        field = " ".join(str(part) for part in complaint["loc"])
-        return f"results.json, {field or 'as a whole'}: {complaint['msg']}"
+        field = " ".join(str(each) for each in complaint["loc"]) or "as a whole"
+        return f"results.json, {quoted(field)}: {complaint['msg']}"
     first, second = results.arms.values()
     for name, arm in results.arms.items():
         if len(set(arm.seeds)) < len(arm.seeds):
-            return f"arm {name!r} has a seed twice"
+            return f"arm {quoted(name)} has a seed twice"
         if len(arm.values) != len(arm.seeds):
-            return f"arm {name!r} has not one value for each seed"
+            return f"arm {quoted(name)} does not have one value for each seed"
     if first.seeds != second.seeds:
         return "the arms do not have the same seeds, so they cannot be paired"
     right = paired_interval(first.values, second.values)
@@ -79,9 +83,9 @@ def wrong_results(path: Path) -> str:
 
 
 def wrong_flags(flags_of_arms: list[list[str]]) -> str:
-    """What is wrong with the settings of the two arms; empty if nothing is.
+    """Return what is wrong with the settings of the two arms; "" if nothing is.
 
-    They are judged by their form: nothing that a student names is imported or opened.
+    Only their form is checked: nothing that a student names is imported or opened.
     """
     settings = []
     for flags in flags_of_arms:
@@ -91,19 +95,19 @@ def wrong_flags(flags_of_arms: list[list[str]]) -> str:
             return "leave --seed, --config and --help out of the flags"
         try:
             cfg = parse_flags(Config, flags)
-        except (Refused, SystemExit) as error:
-            return f"train.py refuses the flags: {error}"
+        except (Refused, SystemExit, RecursionError) as error:
+            return f"train.py refuses the flags: {quoted(error)}"
         name = cfg.objective
         if name not in LOSSES and not re.fullmatch(r"[\w.]+:\w+", name):
             known = f"{', '.join(LOSSES)} or module:name"
-            return f"train.py refuses the flags: {name!r} is none of {known}"
-        # What a resumed run may change does not change what comes out.
+            return f"the objective {quoted(name)} is not one of {known}"
+        # Fields that may differ when a run is resumed do not affect its results.
         settings.append(cfg.model_dump(exclude=NEUTRAL_FIELDS | {"seed"}))
     if settings[0] == settings[1]:
         return "the arms have the same settings: nothing is compared"
-    default = Config().model_dump(include=OF_MISMATCH)
+    default = Config().model_dump(include=MISMATCH_FIELDS)
     for each in settings:
         each["minibatches"] = max(each["minibatches"], default["minibatches"])
     if all(default.items() <= each.items() for each in settings):
-        return f"no arm has a mismatch: set one of {', '.join(sorted(OF_MISMATCH))}"
+        return f"no arm has a mismatch: set one of {', '.join(sorted(MISMATCH_FIELDS))}"
     return ""

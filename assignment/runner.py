@@ -1,12 +1,12 @@
-"""The side of the grader that runs a student's code. It knows no expected value.
+"""Runs the students' code for grade.py, without knowing any expected value.
 
-grade.py starts it once. It imports torch, and reads jobs from stdin: import one of the
-student's files, call a function with the inputs of the job, and write what that
-returns, as JSON, into a file that grade.py reads. Each job is answered on stdout: how
-it ended, and its seconds of computing.
+grade.py starts this process once. It imports torch, and then reads jobs from stdin. For
+each job it imports one of the student's files, calls a function with the job's inputs,
+and writes the results as JSON to a file that grade.py reads. On stdout it reports how
+the job ended and how many seconds it computed.
 
 A job runs in a process of its own, which is forked and enclosed (sandbox.py). With
---trust it runs here, on any system.
+--trust it runs in this process, on any system.
 """
 
 import contextlib
@@ -21,34 +21,32 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What students import is imported here once: it takes longer than all of their items.
+# Importing these takes longer than all items of a student, so it is done once, here.
 import numpy  # noqa: F401
 import scipy.stats  # noqa: F401
 import torch
 
 HERE = Path(__file__).resolve().parent
-# The exit status of a process that could not be enclosed.
-NOT_ENCLOSED = 77
 
 
 def load(name: str, path: Path) -> ModuleType:
-    """The module of a file, which is on no path that a student could change."""
+    """Import a file under a name that a student's code cannot import or shadow."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-# The grader's own: that of the student's process may have been changed.
-run_ranks = load("toy of the grader", HERE / "starter/toy.py").run_ranks
+run_rank = load("toy of the grader", HERE / "starter/toy.py").run_rank
 
 
 def plain(value: Any) -> Any:
-    """What a function returned, as JSON can hold it; anything else as its type."""
+    """Return what JSON can hold of a result: tensors and numbers, else its type."""
     if isinstance(value, torch.Tensor):
         kind = f"{value.dtype}".removeprefix("torch.") + " tensor"
         if value.requires_grad:
@@ -62,15 +60,29 @@ def plain(value: Any) -> Any:
 
 
 def gradients(result: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradient of the sum of the result to each leaf; 0 where it has none."""
+    """Return d result / d leaf for each leaf, 0 if it has none.
+
+    result is [...] and each leaf [...] or [..., K]: entry [i] or [i, k] is the
+    derivative of the result's entry [i].
+    """
     found = [torch.zeros_like(leaf) for leaf in leaves]
-    # The function may have changed what asks for a gradient.
-    asking = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-    if isinstance(result, torch.Tensor) and result.requires_grad and asking:
-        inputs = [leaves[i] for i in asking]
-        of_inputs = torch.autograd.grad(result.sum(), inputs, allow_unused=True)
-        for i, gradient in zip(asking, of_inputs, strict=True):
-            found[i] = found[i] if gradient is None else gradient
+    # The function may have switched off requires_grad of its inputs.
+    active = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    if isinstance(result, torch.Tensor) and result.requires_grad and active:
+        # Entries are weighted differently, so that they cannot be averaged unnoticed.
+        weight = torch.linspace(1, 2, result.numel(), dtype=result.dtype)
+        weight = weight.reshape(result.shape)
+        inputs = [leaves[i] for i in active]
+        results = torch.autograd.grad(
+            (result * weight).sum(), inputs, allow_unused=True
+        )
+        for i, gradient in zip(active, results, strict=True):
+            if gradient is None:
+                continue
+            if gradient.shape[: weight.dim()] == weight.shape:
+                extra = (1,) * (gradient.dim() - weight.dim())
+                gradient = gradient / weight.reshape(weight.shape + extra)
+            found[i] = gradient
     return found
 
 
@@ -79,48 +91,45 @@ class OutOfTime(BaseException):
 
 
 def stop_computing(*_: Any) -> None:
-    """Raised in the student's code, so that the line is known in which it was."""
+    """Raise OutOfTime inside the student's code, so that its traceback has the line."""
     signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     raise OutOfTime(OutOfTime.__doc__)
 
 
-def what_was_raised(error: BaseException, folder: str) -> str:
-    """An error, and the last line of the student's files that it came through."""
-    where = ""
+def describe(error: BaseException, folder: str) -> dict[str, Any]:
+    """Return an error's type, its message, and the last student's line it came from."""
+    answer = {"error": type(error).__name__, "message": str(error)[:300], "line": ""}
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
         if str(path.parent) == folder:
-            where = f" ({path.name}, line {line})"
-    return f"{type(error).__name__}: {str(error)[:300]}{where}"
+            answer["line"] = f"{path.name}, line {line}"
+    return answer
 
 
-def answer_of(
-    name: str, function: Callable[..., Any], arguments: list[Any]
-) -> dict[str, Any]:
-    """What a call returned, and its gradients; of `update` what run_ranks tells."""
+def answer_of(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
+    """Call a function, and return its result and its gradients to the arguments."""
     leaves = [x for x in arguments if getattr(x, "requires_grad", False)]
-    if name == "update":
-        value = run_ranks(function, *arguments)
-    else:
-        value = function(*arguments)
+    value = function(*arguments)
     found = gradients(value, leaves)
     return {"value": plain(value), "gradients": plain(found)}
 
 
 def answers_of(job: dict[str, Any]) -> bytes:
-    """What each call returned, as JSON. An error is the last answer."""
+    """Return the result of each call, as JSON. After an error there are no more."""
     answers: list[dict[str, Any]] = []
     try:
         function = getattr(importlib.import_module(job["module"]), job["function"])
+        if job["function"] == "update":
+            function = partial(run_rank, function)
         for arguments in job["calls"]:
-            answers.append(answer_of(job["function"], function, arguments))
+            answers.append(answer_of(function, arguments))
     except BaseException as error:
-        answers.append({"error": what_was_raised(error, job["folder"])})
+        answers.append(describe(error, job["folder"]))
     return json.dumps(answers).encode()
 
 
 def run_here(job: dict[str, Any]) -> tuple[str, float]:
-    """Trusted code: in this process, without a limit."""
+    """Run trusted code in this process, without limits."""
     began = time.process_time()
     sys.path[0] = job["folder"]
     importlib.invalidate_caches()
@@ -137,58 +146,79 @@ def run_here(job: dict[str, Any]) -> tuple[str, float]:
 
 
 def run_enclosed(job: dict[str, Any]) -> tuple[str, float]:
-    """A process of its own, which is waited for."""
+    """Run a student's code in a process of its own, and wait for it."""
+    # This pipe reports a failure of the enclosure, and is closed before the student's
+    # code starts. So that code cannot report such a failure.
+    failures, failure = os.pipe()
     process = os.fork()
     if process == 0:
         try:
-            in_the_enclosure(job)
+            run_as_child(job, failure)
         finally:
-            # No cleaning up: neither the student's atexit nor this loop.
+            # Skip all clean-up, the student's atexit functions and the loop in main.
             os._exit(0)
-    return wait_for(process, job["wall_seconds"])
+    os.close(failure)
+    ending, cpu_seconds = wait_for(process, job["wall_seconds"], job["idle_seconds"])
+    reason = os.read(failures, 500).decode(errors="replace")
+    os.close(failures)
+    return f"could not be enclosed: {reason}" if reason else ending, cpu_seconds
 
 
-def in_the_enclosure(job: dict[str, Any]) -> None:
-    """Enclose this process, import the file, answer all calls."""
+def run_as_child(job: dict[str, Any], failure: int) -> None:
+    """Enclose this process, import the student's file and answer all calls."""
     try:
         nothing = os.open("/dev/null", os.O_RDONLY)
         printed = os.open(job["printed"], os.O_WRONLY | os.O_CREAT)
         answers = os.open(job["answers"], os.O_WRONLY | os.O_CREAT)
+        os.dup2(failure, 100)
         for number, file in enumerate((nothing, printed, printed, answers)):
             os.dup2(file, number)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        failure = os.dup2(100, 4)
+        os.closerange(5, os.sysconf("SC_OPEN_MAX"))
         os.chdir(job["folder"])
         sandbox.limit(job["cpu_seconds"], 2**30, file_bytes=4 * 2**20)
         sandbox.enclose(job["folder"], become_nobody=job["become_nobody"])
-    except OSError:
-        traceback.print_exc()
-        os._exit(NOT_ENCLOSED)
+    except Exception as error:
+        os.write(failure, f"{error!r}".encode())
+        return
+    os.close(failure)
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     sys.path.insert(0, job["folder"])
+    # The student's code must not find this module, whose functions it could replace.
+    sys.modules["__main__"] = ModuleType("__main__")
     signal.signal(signal.SIGXCPU, stop_computing)
     written = memoryview(answers_of(job))
     while written:
         written = written[os.write(3, written) :]
 
 
-def wait_for(process: int, seconds: float) -> tuple[str, float]:
-    """How the process ended, and its seconds of computing.
+def wait_for(
+    process: int, wall_seconds: float, idle_seconds: float
+) -> tuple[str, float]:
+    """Wait for a process. Return how it ended, and how many seconds it computed.
 
-    "late" if it was still there after so many seconds and was killed; the name of the
-    signal that killed it; "not enclosed"; or "".
+    The ending is "" if it exited, the name of the signal that killed it, "late" if it
+    was killed here after wall_seconds, or "idle" if it was killed here because it slept
+    for idle_seconds.
     """
     handle = os.pidfd_open(process)
-    how = ""
-    if not select.select([handle], [], [], seconds)[0]:
-        how = "late"
-        os.kill(process, signal.SIGKILL)
+    ending, now = "", time.monotonic()
+    end, idle_end = now + wall_seconds, now + idle_seconds
+    while not select.select([handle], [], [], min(1, wall_seconds))[0]:
+        now = time.monotonic()
+        # The state follows the name, which is in parentheses. S: it waits by itself.
+        status = Path(f"/proc/{process}/stat").read_text()
+        if status.rpartition(")")[2].split()[0] != "S":
+            idle_end = now + idle_seconds
+        if now > min(end, idle_end):
+            ending = "late" if now > end else "idle"
+            os.kill(process, signal.SIGKILL)
+            break
     os.close(handle)
     _, status, usage = os.wait4(process, 0)
-    if not how and os.WIFSIGNALED(status):
-        how = signal.Signals(os.WTERMSIG(status)).name
-    elif os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_ENCLOSED:
-        how = "not enclosed"
-    return how, usage.ru_utime + usage.ru_stime
+    if not ending and os.WIFSIGNALED(status):
+        ending = signal.Signals(os.WTERMSIG(status)).name
+    return ending, usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -196,9 +226,9 @@ def main() -> None:
     if run is run_enclosed:
         sandbox.end_with_parent()
     sys.dont_write_bytecode = True
-    # What torch sets up at its first use must not be set up in every process.
+    # torch sets up its autograd at the first use. Do it once, not in every process.
     torch.ones(2, 2, requires_grad=True).log_softmax(dim=-1).sum().backward()
-    # Its own names for the pipes to grade.py, whatever becomes of sys.stdout.
+    # With --trust, a student's code may replace sys.stdin and sys.stdout.
     jobs, results = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:

@@ -1,14 +1,14 @@
-"""What a student's process may do: read Python's files and its own, and compute.
+"""Restricts a student's process to computing and to reading libraries and its files.
 
-All of this is called in a process that has just been forked, and holds for all that it
-runs from then on. Linux on x86-64 does it, and none of it needs root:
+The functions are called in a process that has just been forked, and they bind it for
+the rest of its life. They need Linux on x86-64, but not root:
 
-- prctl: the process ends when the grader does, however that ends,
-- limits on CPU seconds, memory and the size of a file (setrlimit),
-- Landlock, for files: everything is closed but the folders that are named,
-- a seccomp filter: no system call but those that computing and reading take.
+- prctl ends the process when the grader ends, for whatever reason,
+- setrlimit limits its CPU seconds, its memory and the size of the files that it writes,
+- Landlock closes all files except those in the folders that are listed here,
+- a seccomp filter denies all system calls except those for computing and reading.
 
-Where the grader is root, the process becomes the user nobody first.
+If the grader runs as root, the process first becomes the user nobody.
 """
 
 import ctypes
@@ -22,9 +22,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What Python and torch are made of. The student's folder is added for each job.
-SYSTEM = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
-PYTHON = [sys.prefix, sys.base_prefix]
+# Python and its packages need these. The student's folder is added for each job.
+SYSTEM_FILES = ["/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+LIBRARIES = [
+    Path(prefix, name)
+    for prefix in ("/", "/usr", "/usr/local", sys.base_prefix, sys.prefix)
+    for name in ("lib", "lib64")
+]
 NOBODY = 65534
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -36,7 +40,7 @@ PR_SET_NO_NEW_PRIVS = 38
 # Numbers of system calls on x86-64.
 CAPSET = 126
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
-# None of these reaches another process, or leaves anything behind.
+# None of these reaches another process or leaves anything behind.
 ALLOWED = [
     *(0, 1, 3, 8, 17, 19, 20),  # read, write, close, lseek, pread64, readv, writev
     *(4, 5, 6, 262, 332),  # stat, fstat, lstat, newfstatat, statx
@@ -52,55 +56,63 @@ ALLOWED = [
     *(63, 98, 99, 204, 309, 318),  # uname, getrusage, sysinfo, affinity, CPU, getrandom
     *(60, 231),  # exit, exit_group
 ]
-# openat is allowed with none of these among its flags, which are its argument 2.
+# openat is allowed unless its flags, which are its argument 2, contain one of these.
 OPENAT, FLAGS = 257, 2
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-# Landlock's rights: bit 0 is to execute, 2 to read a file, 3 to list a folder.
+# Landlock's rights: bit 0 executes a file, bit 2 reads one, and bit 3 lists a folder.
 READ_FILE = 1 << 0 | 1 << 2
 READ_FOLDER = READ_FILE | 1 << 3
-# Its scopes, from version 6 on: bit 0 is abstract sockets, 1 signals.
+# Its scopes, from version 6 on: bit 0 is for abstract sockets, bit 1 for signals.
 SCOPES = 1 << 0 | 1 << 1
 
-# Berkeley packet filter: load a word, compare it, return.
+# Instructions of the Berkeley packet filter: load a word, compare it, return.
 LOAD, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, NOT_PERMITTED = 0x7FFF0000, 0x00050000 | 1  # EPERM
 X86_64 = 0xC000003E
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has; 0 or less where it has none."""
+    """Return the kernel's version of Landlock, or 0 or less if it has none."""
     ask_for_version = 1
     return LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, ask_for_version)
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Whether a user who owns nothing can read this folder."""
-    folders = [path, *path.parents]
-    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in folders)
+    """Whether a user who owns nothing can open files below this path by their names."""
+    return all(folder.stat().st_mode & 0o001 for folder in [path, *path.parents])
 
 
-def why_not() -> str:
-    """Why this machine cannot enclose a student's process; empty if it can."""
+def refusal(private: Iterable[Path]) -> str:
+    """Return why this machine cannot run a student's code safely; "" if it can.
+
+    `private` are the folders that the code must not read.
+    """
     if platform.machine() != "x86_64":
-        return "foreign code is enclosed on x86-64 alone"
+        return "the enclosure for other people's code needs an x86-64 processor"
     is_root, has_landlock = os.geteuid() == 0, landlock_version() >= 1
-    if not is_root:
-        return "" if has_landlock else "this kernel has no Landlock (Linux 5.13)"
-    for path in PYTHON:
-        if not is_open_to_others(Path(path)):
-            return (
-                f"as root it runs the code as the user nobody, who cannot read {path}: "
-                "start it as another user"
-            )
-    # Without Landlock the owners of files decide who reads the reference.
-    if not has_landlock and is_open_to_others(ROOT):
-        return f"this kernel has no Landlock: close the reference (chmod 700 {ROOT})"
+    if not is_root and not has_landlock:
+        return "this kernel has no Landlock (Linux 5.13)"
+    libraries = [path.resolve() for path in LIBRARIES if path.exists()]
+    if is_root:
+        for path in libraries:
+            if not is_open_to_others(path):
+                return (
+                    "the grader runs as root, so the code runs as the user nobody, who "
+                    f"cannot read {path}: start the grader as another user"
+                )
+    for path in (path.resolve() for path in private):
+        for library in libraries:
+            if path.is_relative_to(library):
+                return f"the code could read {path}, as {library} is open: move it"
+        # Without Landlock the permissions of files decide who reads them.
+        if not has_landlock and is_open_to_others(path):
+            return f"this kernel has no Landlock: close the folder (chmod 700 {path})"
     return ""
 
 
 def checked(result: int, what: str) -> int:
-    """The result of a call of libc; OSError where it failed."""
+    """Return the result of a call to libc. Raises OSError if the call failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -108,32 +120,32 @@ def checked(result: int, what: str) -> int:
 
 
 def end_with_parent() -> None:
-    """This process is killed when the one that started it ends, even by a signal."""
+    """Have this process killed as soon as its parent ends, even by a signal."""
     checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PDEATHSIG")
 
 
 def limit(cpu_seconds: int, memory_bytes: int, file_bytes: int) -> None:
-    """Beyond these the process gets a signal or an error, and nobody else does.
+    """Limit what this process uses; beyond that it gets a signal or an error.
 
-    memory_bytes come on top of the address space that it has: torch alone reserves
-    more of it than a student needs, and with CUDA 10 GB.
+    memory_bytes is what it may use on top of its present address space, because torch
+    reserves more of that than a student needs (with CUDA 10 GB).
     """
-    # A signal first (SIGXCPU), whose handler can tell where the code was, then the end.
+    # SIGXCPU comes first, so that a handler can tell where the code was; SIGKILL last.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory_bytes += pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    # If the machine has less memory, it is this process that the kernel ends.
+    # If the machine runs out of memory, the kernel kills this process and no other.
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def close_files(readable: Iterable[Path]) -> None:
-    """No file can be opened any more but those below `readable`, and these to read."""
+    """Close all files to this process, except for reading those below `readable`."""
     version = landlock_version()
-    # Version 1 knows 13 rights, 2 and 3 one more each; later ones are not of files.
+    # Version 1 has 13 rights on files, and versions 2 and 3 add one each.
     handled = (1 << 12 + min(version, 3)) - 1
-    # The rights on files, on the network, and the scopes: older kernels take zeros.
+    # Rights on files, rights on the network, and scopes, where older kernels expect 0.
     attributes = struct.pack("=QQQ", handled, 0, SCOPES if version >= 6 else 0)
     rules = LIBC.syscall(LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
     checked(rules, "Landlock")
@@ -150,9 +162,9 @@ def close_files(readable: Iterable[Path]) -> None:
 
 
 def filter_program() -> bytes:
-    """The seccomp filter, as instructions of eight bytes each."""
-    number, architecture, arguments = 0, 4, 16  # where they are
-    # (code, instructions to skip if true, if false, operand)
+    """Return the seccomp filter, as instructions of eight bytes each."""
+    number, architecture, arguments = 0, 4, 16  # byte offsets in the data it reads
+    # Code, instructions to skip if true, instructions to skip if false, operand.
     instructions = [
         (LOAD, 0, 0, architecture),
         (JUMP_IF_EQUAL, 1, 0, X86_64),
@@ -173,7 +185,7 @@ def filter_program() -> bytes:
 
 
 def filter_system_calls() -> None:
-    """No system call but those of computing and reading: others are not permitted."""
+    """Deny this process all system calls except those for computing and reading."""
     program = filter_program()
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
@@ -182,7 +194,7 @@ def filter_system_calls() -> None:
 
 
 def drop_privileges(become_nobody: bool) -> None:
-    """No capability is left, and with `become_nobody` no user either."""
+    """Give up all capabilities and, with `become_nobody`, the user and group too."""
     if become_nobody:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -193,17 +205,17 @@ def drop_privileges(become_nobody: bool) -> None:
 
 
 def enclose(folder: str, become_nobody: bool) -> None:
-    """Close this process in with a student's folder, for good.
+    """Enclose this process for good; it can still read a student's folder.
 
-    Raises OSError where the kernel cannot.
+    Raises OSError if the kernel refuses.
     """
     drop_privileges(become_nobody)
-    # After the change of user, which undoes it.
+    # This comes after the change of user, which would undo it.
     end_with_parent()
-    # No memory image on disk after a crash.
+    # A crash must not leave an image of the memory on the disk.
     checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
     checked(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     if landlock_version() >= 1:
-        readable = [Path(path) for path in [*SYSTEM, *PYTHON, folder]]
+        readable = [*LIBRARIES, *map(Path, SYSTEM_FILES), Path(folder)]
         close_files([path for path in readable if path.exists()])
     filter_system_calls()

@@ -1,19 +1,21 @@
-"""Part 3, given: a policy and ranks, small enough to see through.
+"""Part 3, given: a policy and several ranks that are small enough to see through.
 
-There is nothing to do in this file, and the grader takes its own copy. An example:
+There is nothing to do in this file, and the grader uses its own copy of it. Example:
 
-    ranks = random_ranks([[3], [2, 4]])      # rank 0 has one micro-batch, rank 1 two
-    weight = torch.randn(3, 5, dtype=torch.float64)
+    weight = torch.randn(FEATURES, VOCABULARY, dtype=torch.float64)
+    # Rank 0 has one micro-batch, with 3 responses. Rank 1 has two, with 2 and 4.
+    ranks = random_ranks([[3], [2, 4]], weight)
     run_ranks(update, weight, ranks)         # `update` is yours, in batch.py
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 FEATURES, VOCABULARY = 3, 5
+MAX_ALL_REDUCES = 20
 
 
 class Part(NamedTuple):
@@ -24,11 +26,11 @@ class Part(NamedTuple):
     logp_behavior: Tensor  # [N, T], log pi_b of the sampled tokens
     top_logp_behavior: Tensor  # [N, T, K], log pi_b of K tokens, here of all
     advantage: Tensor  # [N, T]
-    mask: Tensor  # [N, T] bool, which entries are tokens
+    mask: Tensor  # [N, T] bool, True for tokens and False for padding
 
 
 class Policy:
-    """pi_theta: linear in its weight [D, V], and a softmax. It counts its passes."""
+    """pi_theta: the softmax of features @ weight. It counts its forward passes."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.clone().requires_grad_()
@@ -36,7 +38,7 @@ class Policy:
         self.passes = 0
 
     def __call__(self, part: Part) -> tuple[Tensor, Tensor]:
-        """log pi_theta of the sampled tokens, [N, T], and of K tokens, [N, T, K]."""
+        """Return log pi_theta of the sampled tokens, [N, T], and of K, [N, T, K]."""
         self.passes += 1
         top_logp = (part.features @ self.weight).log_softmax(dim=-1)
         top_logp = top_logp * part.mask[..., None]
@@ -45,69 +47,95 @@ class Policy:
 
 
 class WaitsForOthers(BaseException):
-    """A rank has called all_reduce, and the others have yet to."""
+    """Raised by all_reduce if the other ranks have not called it yet."""
+
+
+def run_rank(
+    update: Callable[..., float],
+    weight: Tensor,
+    parts: list[Part],
+    totals: list[Tensor],
+    world_size: int,
+) -> list[Any]:
+    """Run `update` on one rank, and return [e_B, the rank's gradient, its passes].
+
+    totals has what all_reduce returns, one tensor for each call. If `update` calls it
+    once more than that, return [the tensor that it was called with].
+    """
+    known = iter(totals)
+
+    def all_reduce(tensor: Tensor) -> Tensor:
+        for total in known:
+            return total.clone()
+        raise WaitsForOthers(tensor)
+
+    policy = Policy(weight)
+    # `update` has to add to the gradient that it finds.
+    policy.weight.grad = torch.ones_like(weight)
+    parts = [Part(*part) for part in parts]
+    try:
+        e_b = float(update(policy, parts, all_reduce, world_size))
+    except WaitsForOthers as waits:
+        return [waits.args[0].detach().clone()]
+    return [e_b, policy.weight.grad - 1, policy.passes]
 
 
 def run_ranks(
-    update: Callable[..., float], weight: Tensor, ranks: list[list[Part]]
+    update: Callable[..., float],
+    weight: Tensor,
+    ranks: list[list[Part]],
+    run: Callable[..., list[Any]] = run_rank,
 ) -> tuple[list[float], Tensor, list[int]]:
-    """`update` on each rank: its e_B, the average gradient, its passes.
+    """Run `update` on all ranks: e_B of each rank, the average gradient, their passes.
 
-    A real all_reduce waits. Here the ranks take turns: one that calls it is left, and
-    runs again from its start when all have, with the sum at hand.
+    A real all_reduce waits. Here the ranks take turns: a rank that calls all_reduce is
+    interrupted. Once all ranks have called it, each starts again from the beginning,
+    and the call returns the sum.
     """
-    totals: list[Tensor] = []  # what all_reduce has returned so far
-    while True:
-        brought, e_b, policies = [], [], []
-        for parts in ranks:
-            known = iter(totals)
-
-            def all_reduce(tensor: Tensor, known=known) -> Tensor:
-                for total in known:
-                    return total.clone()
-                raise WaitsForOthers(tensor)
-
-            policy = Policy(weight)
-            # A gradient that is there before: `update` adds to it.
-            policy.weight.grad = torch.ones_like(weight)
-            parts = [Part(*part) for part in parts]
-            try:
-                e_b.append(float(update(policy, parts, all_reduce, len(ranks))))
-                policies.append(policy)
-            except WaitsForOthers as waits:
-                brought.append(waits.args[0].detach().clone())
-        if not brought:
-            # FSDP, like DDP, averages the gradients of the ranks.
-            added = [policy.weight.grad - 1 for policy in policies]
-            return e_b, sum(added) / len(ranks), [policy.passes for policy in policies]
-        if policies:
+    totals: list[Tensor] = []
+    while len(totals) <= MAX_ALL_REDUCES:
+        results = [run(update, weight, parts, totals, len(ranks)) for parts in ranks]
+        if len({len(result) for result in results}) > 1:
             raise RuntimeError("all ranks have to call all_reduce equally often")
-        totals.append(torch.stack(brought).sum(dim=0))
+        if len(results[0]) == 1:
+            totals.append(torch.stack([sums for (sums,) in results]).sum(dim=0))
+            continue
+        e_b, gradients, passes = zip(*results, strict=True)
+        # FSDP, like DDP, averages the gradients of the ranks.
+        return list(e_b), sum(gradients) / len(ranks), list(passes)
+    raise RuntimeError(f"all_reduce was called more than {MAX_ALL_REDUCES} times")
 
 
-def random_ranks(sizes: list[list[int]], seed: int = 0) -> list[list[Part]]:
-    """For each rank its micro-batches, of so many responses each, the later the staler.
+def random_ranks(
+    sizes: list[list[int]], weight: Tensor, seed: int = 0, staleness: float = 0.2
+) -> list[list[Part]]:
+    """Draw the micro-batches of each rank; sizes has the responses in each of them.
 
-    For a weight of normal numbers with the shape [FEATURES, VOCABULARY].
+    The logits of pi_b are those of the policy with this weight, [FEATURES, VOCABULARY],
+    plus noise. The first response is fresh: its noise is 0. The standard deviation of
+    the noise grows by `staleness` from each response to the next. The second response
+    has an advantage of 0.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    ranks, staleness = [], 0.2
-    for sizes_of_rank in sizes:
+    ranks, responses = [], 0
+    for rank_sizes in sizes:
         ranks.append([])
-        for rows in sizes_of_rank:
-            length = torch.randint(1, 7, (rows, 1), generator=generator)
+        for rows in rank_sizes:
+            number = torch.arange(responses, responses + rows)[:, None]
+            responses += rows
+            length = torch.randint(3, 7, (rows, 1), generator=generator)
             mask = torch.arange(6) < length
             features = normal(rows, 6, FEATURES) * mask[..., None]
-            logits = staleness * normal(rows, 6, VOCABULARY)
-            staleness += 0.4
-            top_logp_behavior = logits.log_softmax(dim=-1) * mask[..., None]
+            noise = staleness * number[..., None] * normal(rows, 6, VOCABULARY)
+            top_logp_behavior = (features @ weight + noise).log_softmax(dim=-1)
+            top_logp_behavior = top_logp_behavior * mask[..., None]
             tokens = torch.randint(VOCABULARY, (rows, 6), generator=generator) * mask
             logp_behavior = top_logp_behavior.gather(-1, tokens[..., None]).squeeze(-1)
-            advantage = normal(rows, 1) * mask
+            advantage = normal(rows, 1) * mask * (number != 1)
             ranks[-1].append(
                 Part(
                     features, tokens, logp_behavior, top_logp_behavior, advantage, mask
