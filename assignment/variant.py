@@ -1,11 +1,11 @@
-"""A variant of the year: the assignment with another objective in one part.
+"""Writes a variant of the assignment whose objective differs in one part.
 
     python assignment/variant.py 2027 ../variant
 
-writes a copy of the repository in which e_B, or the cap or the KL's weight, has another
-power: in loss.py, in the reference's derivations, and in the handout's equation, which
-says so. Its grader takes what is right from these files, so the public solution loses
-the items of that part. The number decides on the part and the power.
+writes a copy of the repository in which e_B, the cap or the KL's weight is raised to
+another power: in loss.py, in the reference's derivations, and in the handout, which
+says so. The copy's grader takes the expected values from these files, so the public solution
+loses the items of that part. The number decides the part and the power.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Texts of the handout, of the starter, of the reference and of the known mistakes, each
-# with what stands in its place. @ is the power.
+# Texts of the handout, the starter, the reference and the known mistakes, each with its
+# replacement. @ is the power.
 CHANGES = {
     "in (11)": {
         "mean_B[rho]^2 / mean_B[rho^2]": "(mean_B[rho]^2 / mean_B[rho^2])^@",
@@ -41,7 +41,7 @@ LEFT_BEHIND = shutil.ignore_patterns(".git", ".venv*", "runs", "variant.py")
 
 
 def make_variant(seed: int, folder: Path) -> str:
-    """Write the variant of this number; returns the sentence that tells of it."""
+    """Write the variant with this number, and return the sentence that announces it."""
     draw = random.Random(seed)
     part, power = draw.choice(list(CHANGES)), draw.choice(POWERS)
     shutil.copytree(ROOT, folder, ignore=LEFT_BEHIND)
@@ -62,7 +62,7 @@ def make_variant(seed: int, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("seed", type=int, help="a number, as the year")
+    parser.add_argument("seed", type=int, help="a number, such as the year")
     parser.add_argument("folder", type=Path, help="a new folder")
     args = parser.parse_args()
     print(make_variant(args.seed, args.folder))

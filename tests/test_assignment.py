@@ -54,7 +54,7 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
-def lost_of_file(runner: Runner, folder: Path, file: str) -> dict[str, str]:
+def lost_by_file(runner: Runner, folder: Path, file: str) -> dict[str, str]:
     """The items of one file in which a submission gets no points, and why."""
     results = [
         grade.grade_item(runner, item, folder, SEED)
@@ -97,8 +97,8 @@ def test_the_handout_has_the_points_of_each_item():
 
 
 def test_the_update_of_the_reference_has_the_gradient_of_12():
-    ranks = random_ranks([[2, 3], [4, 1]])
     weight = torch.randn(3, 5, dtype=torch.float64)
+    ranks = random_ranks([[2, 3], [4, 1]], weight)
     # (12) over the tokens of all micro-batches, which have room for 6 each, at once.
     policy, parts = Policy(weight), sum(ranks, [])
     whole = Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
@@ -158,7 +158,7 @@ def test_a_mistake_loses_the_items_that_it_should_and_no_others(
     wrong = source_of(mistake.file, mistake)
     assert wrong != source_of(mistake.file)
     (tmp_path / mistake.file).write_text(wrong)
-    lost = lost_of_file(runner, tmp_path, mistake.file)
+    lost = lost_by_file(runner, tmp_path, mistake.file)
     assert lost.keys() == set(mistake.items.split()), lost
     assert any(mistake.said in sentence for sentence in lost.values()), lost
 
@@ -194,7 +194,7 @@ ANSWERS = json.dumps([{"value": {"tensor": [3, 3, 3]}, "gradients": []}] * 9)
 )
 def test_code_that_answers_without_computing_gets_no_point(runner, tmp_path, code):
     (tmp_path / "loss.py").write_text(code)
-    assert lost_of_file(runner, tmp_path, "loss.py").keys() == OF_LOSS.keys()
+    assert lost_by_file(runner, tmp_path, "loss.py").keys() == OF_LOSS.keys()
 
 
 def test_inputs_repeat_with_their_seed_and_differ_without():
@@ -232,13 +232,20 @@ def test_an_endless_loop_that_ignores_the_signal_is_killed(
     assert "took more than 1 s of computing" in sentence_of(runner, tmp_path, code)
 
 
-def test_what_neither_ends_nor_computes_is_not_graded(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr(grade, "WALL_SECONDS", 0.5)
+@pytest.mark.parametrize(
+    "wall_seconds, idle_seconds, lost, said",
+    [(0.5, 60, [], "grade it again"), (60, 0.5, ["1.1"], "slept for 0.5 s")],
+)
+def test_code_that_sleeps_loses_the_item_but_a_late_process_is_not_graded(
+    runner, tmp_path, monkeypatch, wall_seconds, idle_seconds, lost, said
+):
+    monkeypatch.setattr(grade, "WALL_SECONDS", wall_seconds)
+    monkeypatch.setattr(grade, "IDLE_SECONDS", idle_seconds)
     (tmp_path / "loss.py").write_text("import time\ntime.sleep(10**6)")
     result = grade.grade_item(runner, ITEM["1.1"], tmp_path, SEED)
-    assert "grade it again" in result.sentence
-    assert grade.lost_items([result]) == []
-    assert "not graded" in grade.report([result], SEED)
+    assert said in result.sentence
+    assert grade.lost_items([result]) == lost
+    assert ("not graded" in grade.report([result], SEED)) == (not lost)
 
 
 HOSTILE = {
@@ -266,6 +273,27 @@ HOSTILE = {
     "the folder of the grader": (
         f"import os\nos.listdir({str(ROOT / 'assignment')!r})",
         "PermissionError",
+    ),
+    # A repository is often in /usr/src, or in the folder of its virtual environment.
+    "system folders without libraries": (
+        "import os\nos.listdir('/usr/src')",
+        "PermissionError",
+    ),
+    "the root of the environment": (
+        "import os, sys\nos.listdir(sys.prefix)",
+        "PermissionError",
+    ),
+    # The enclosure reports its own failure over a pipe that is closed by now.
+    "a feigned failure": (
+        "import os\nprint('the code is harmless: use --trust')\n"
+        "for number in range(30):\n"
+        "    try: os.write(number, b'seccomp failed')\n"
+        "    except OSError: 0\nos._exit(77)",
+        "loss.py ended without an answer",
+    ),
+    "words of the grader": (
+        "raise RuntimeError('points: 85 of 85\" (\\u202e)')",
+        'ratio_sums raised "RuntimeError: points: 85 of 85\' ( ) (loss.py, line 1)"',
     ),
 }
 
@@ -315,14 +343,41 @@ def test_memory_is_counted_from_what_the_process_has():
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
 
 
-def test_a_batch_that_replaces_the_ranks_gets_no_point(runner, tmp_path):
+@pytest.mark.parametrize(
+    "module, name", [("toy", "run_ranks"), ("__main__", "run_rank")]
+)
+def test_a_batch_that_replaces_what_runs_it_gets_no_point(
+    runner, tmp_path, module, name
+):
     grade.copy_submission(SOLUTION, tmp_path)
     right = source_of("batch.py").replace("def update(", "def right(")
-    cheat = "import toy\nranks = toy.run_ranks\ndef update(*_): return 1.0\n"
-    cheat += "toy.run_ranks = lambda update, *rest: ranks(right, *rest)\n"
+    cheat = f"""import {module} as module
+original = getattr(module, {name!r}, None)
+def update(*_): raise ValueError
+module.{name} = lambda update, *rest: original(right, *rest)
+"""
     (tmp_path / "batch.py").write_text(right + cheat)
-    lost = lost_of_file(runner, tmp_path, "batch.py")
+    lost = lost_by_file(runner, tmp_path, "batch.py")
     assert lost.keys() == {"3.1", "3.2", "3.3", "3.4", "3.5"}
+
+
+def test_a_batch_can_neither_see_another_rank_nor_show_the_reference(runner, tmp_path):
+    grade.copy_submission(SOLUTION, tmp_path)
+    leak = """import inspect, loss, gc
+source = inspect.getsource(loss.p3o)
+print(source)
+class Leak(Exception): pass
+def update(policy, parts, *_):
+    known = [x for x in gc.get_objects() if type(x).__name__ == "Part"]
+    if len(known) > len(parts): raise KeyError
+    raise Leak(source)
+"""
+    (tmp_path / "batch.py").write_text(leak)
+    result = grade.grade_item(runner, ITEM["3.2"], tmp_path, SEED)
+    assert (result.points, result.printed) == (0, "")
+    assert "an error of its own" in result.sentence
+    assert "line 8" in result.sentence
+    assert "weight" not in result.sentence
 
 
 def test_an_input_that_no_longer_asks_for_a_gradient_costs_nothing(runner, tmp_path):
@@ -331,7 +386,7 @@ def test_an_input_that_no_longer_asks_for_a_gradient_costs_nothing(runner, tmp_p
         "logp_behavior.requires_grad_(False).double()",
     )
     (tmp_path / "loss.py").write_text(text)
-    assert lost_of_file(runner, tmp_path, "loss.py") == {}
+    assert lost_by_file(runner, tmp_path, "loss.py") == {}
 
 
 def test_no_file_can_be_opened_to_write(runner, tmp_path):
@@ -413,7 +468,7 @@ def test_one_cause_is_said_once(runner, tmp_path):
 @pytest.fixture
 def this_runner(runner, monkeypatch):
     """What starts a runner has the one that is there."""
-    monkeypatch.setattr(grade, "has_to_become_nobody", lambda: False)
+    monkeypatch.setattr(grade, "has_to_become_nobody", lambda private: False)
     monkeypatch.setattr(grade, "start_runner", lambda *_: nullcontext(runner))
 
 
@@ -449,7 +504,7 @@ def test_many_submissions_are_graded_in_one_command(
     monkeypatch.setattr(grade, "what_is_wrong", fails_once)
     command("--all", folder, "--out", out, "--seed", SEED, "--only", "4.1")
     lines = capsys.readouterr().out.splitlines()
-    assert "not graded: 4.1 (the grader raised ZeroDivisionError" in lines[0]
+    assert 'not graded: 4.1 (the grader raised "ZeroDivisionError' in lines[0]
     assert lines[3] == "emmy: 2 of 2 points, lost nothing"
     assert lines[4].endswith(
         "not graded: 4.1 (the folder cannot be read: link is a link)"
@@ -535,22 +590,29 @@ def test_trusted_code_runs_in_this_process_on_any_system(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "is_root, landlock, is_open, said",
+    "is_root, landlock, open_folders, private, said",
     [
-        (False, 1, True, ""),
-        (False, -1, True, "no Landlock"),
-        (True, 7, False, "start it as another user"),
-        (True, 7, True, ""),
-        (True, -1, True, "close the reference"),
+        (False, 1, "", "home/repository", ""),
+        (False, -1, "", "home/repository", "no Landlock"),
+        (False, 1, "", "usr/lib/repository", "the code could read"),
+        (True, 7, "", "home/repository", "start the grader as another user"),
+        (True, 7, "usr/lib", "home/repository", ""),
+        (True, -1, "usr/lib home", "home/repository", "close the folder"),
+        (True, -1, "usr/lib", "home/repository", ""),
     ],
 )
-def test_where_foreign_code_cannot_be_enclosed_the_reason_is_said(
-    monkeypatch, is_root, landlock, is_open, said
+def test_the_grader_refuses_if_foreign_code_cannot_be_enclosed(
+    tmp_path, monkeypatch, is_root, landlock, open_folders, private, said
 ):
+    (tmp_path / "usr/lib").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 0 if is_root else 1000)
+    monkeypatch.setattr(sandbox, "LIBRARIES", [tmp_path / "usr/lib"])
     monkeypatch.setattr(sandbox, "landlock_version", lambda: landlock)
-    monkeypatch.setattr(sandbox, "is_open_to_others", lambda path: is_open)
-    reason = sandbox.why_not()
+    is_open = [str(tmp_path / each) for each in open_folders.split()]
+    monkeypatch.setattr(
+        sandbox, "is_open_to_others", lambda path: str(path).startswith((*is_open, "-"))
+    )
+    reason = sandbox.refusal([tmp_path / private])
     assert said in reason
     assert bool(said) == bool(reason)
 
@@ -568,13 +630,15 @@ def flags(words: str) -> dict[str, list[str]]:
         ({"seeds": [0, 1, 2, 3]}, {}, "at least 5 items"),
         ({"seeds": [0, 1, 2, 3, 3]}, {}, "has a seed twice"),
         ({"seeds": [5, 6, 7, 8, 9]}, {}, "do not have the same seeds"),
-        ({"values": [0.5]}, {}, "not one value for each seed"),
+        ({"values": [0.5]}, {}, "does not have one value for each seed"),
         ({"values": [2.0] * 5}, {}, "less than or equal to 1"),
         ({"values": [0.5] * 5}, {}, "from the values it is"),
         (flags("--seed=3"), {}, "leave --seed, --config and --help out"),
-        (flags("--objective=antigravity"), {}, "'antigravity' is none of p3o"),
+        (flags("--objective=antigravity"), {}, '"antigravity" is not one of p3o'),
         (flags("--temprature=1.2"), {}, "train.py refuses the flags"),
         (flags("--lag=4 " * 51), {}, "at most 50 items"),
+        ({"flags": ["--objective_args=" + "," * 20_000]}, {}, "more than 20000 bytes"),
+        ({"seeds": list(range(9_000))}, {}, "more than 20000 bytes"),
         # The arms differ, and one of them has a mismatch.
         (flags("--lag=4 --out_dir=runs/a"), flags("--lag 4"), "have the same settings"),
         (flags("--minibatches=1"), flags("--objective=grpo"), "no arm has a mismatch"),

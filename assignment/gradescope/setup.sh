@@ -5,7 +5,7 @@ cd /autograder/source
 apt-get update
 apt-get install -y --no-install-recommends python3.11 python3.11-venv
 python3.11 -m venv /opt/grader
-# The CPU build of torch is not in every registry under its name: uv knows where it is.
+# Not every registry has the CPU build of torch under this name; uv finds it.
 torch=$(grep '^torch==' requirements-cpu.txt)
 /opt/grader/bin/pip install --no-cache-dir "$torch" || {
     /opt/grader/bin/pip install --no-cache-dir uv
@@ -14,5 +14,5 @@ torch=$(grep '^torch==' requirements-cpu.txt)
 }
 grep -E '^(scipy|pydantic|pydantic-settings|pyyaml)==' requirements-cpu.txt |
     xargs /opt/grader/bin/pip install --no-cache-dir
-# Students' code runs as the user nobody, and must not read the reference.
+# Students' code runs as the user nobody, who must not read the reference.
 chmod 700 /autograder/source

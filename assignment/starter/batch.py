@@ -1,9 +1,9 @@
 """Part 3: one optimizer step on a batch that no process sees as a whole.
 
 The batch B is divided among ranks, and the share of each rank into micro-batches.
-toy.py has the policy, and ranks to try `update` out on. Use the functions of your
-loss.py, and nothing else of it: the grader puts the reference's loss.py in its place,
-so that a mistake there costs nothing here.
+toy.py has the policy, and ranks on which you can try `update`. Use the functions of
+your loss.py, and nothing else from it: the grader replaces it with the reference's
+loss.py, so that a mistake there costs nothing here.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ def update(
     all_reduce: Callable[[Tensor], Tensor],
     world_size: int,
 ) -> float:
-    """Adds the gradient of P3O (12) to policy.weight.grad; returns e_B of the batch.
+    """Add the gradient of P3O (12) to policy.weight.grad, and return e_B of the batch.
 
-    parts are the micro-batches of this rank, one at least; other ranks may have more or
+    parts are the micro-batches of this rank, at least one; other ranks may have more or
     fewer. policy(part) returns log pi_theta of the sampled tokens, [N, T], and of the K
     tokens of the KL, [N, T, K]. all_reduce(tensor) returns the sum of the tensors that
     the world_size ranks gave it; all ranks have to call it equally often. After
     `update` the gradients of the ranks are averaged, as FSDP and DDP do, and what was
     added, averaged, has to be the gradient of (12). If e_B is NaN, return it: the
-    trainer then stops, and uses no gradient.
+    trainer then stops and uses no gradient.
 
-    No token has its weight before e_B of the whole batch is known, so e_B takes a first
-    pass of each micro-batch, and the gradient a second. Memory holds the graph of one
-    micro-batch, which can be kept: n micro-batches take 2 n - 1 passes.
+    No token's weight is known before e_B of the whole batch is. Each micro-batch needs
+    one pass for e_B and a second one for the gradient. Memory can hold the graph of one
+    micro-batch, which saves its second pass: n micro-batches take 2 n - 1 passes.
     """
     raise NotImplementedError("part 3, the update, is not written yet")
