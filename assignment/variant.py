@@ -4,8 +4,8 @@
 
 writes a copy of the repository in which e_B, the cap or the KL's weight is raised to
 another power: in loss.py, in the reference's derivations, and in the handout, which
-says so. The copy's grader takes the expected values from these files, so the public solution
-loses the items of that part. The number decides the part and the power.
+says so. The copy's grader takes the expected values from these files, so the public
+solution loses the items of that part. The number decides the part and the power.
 """
 
 import argparse
