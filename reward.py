@@ -1,17 +1,17 @@
-r"""What counts as a correct answer.
+r"""Decides whether an answer is correct.
 
 A response is judged in three steps:
 
-    1. where its final answer is     after </think>: the last box, #### or word
-    2. what that says                a word, a number, or a formula in LaTeX
-    3. whether it is the gold one    the same word, number or formula
+    1. Where is its final answer?    after </think>: the last box, #### or word
+    2. What does the answer mean?    a word, a number, or a formula in LaTeX
+    3. Is it the gold answer?        the same word, number or formula
 
-recipes/README.md lists what was decided in each step.
+recipes/README.md lists the decisions made in each step.
 
-Responses are untrusted text to compare, never code to run. Comparing words and
-numbers is safe. Comparing formulas may never end, as with 98^{97^{96}}. So
-answers/judge.py compares them in processes with a limit of time and memory. An answer
-that needs more counts as wrong.
+Responses are untrusted text to compare, never code to run. Comparing words and numbers
+is safe. Comparing formulas may never end, as with 98^{97^{96}}, so answers/judge.py
+compares them in processes with a limit on time and memory. An answer that exceeds a
+limit counts as wrong.
 """
 
 import inspect
@@ -26,40 +26,33 @@ from support.tasks import Dataset
 
 
 def same_words(responses: list[str], golds: list[str]) -> list[bool]:
-    """Whether each response's last word is the gold answer."""
+    """Return for each response whether its last word is the gold answer."""
     last_words = [without_thoughts(text).split()[-1:] for text in responses]
     return [word == [gold] for word, gold in zip(last_words, golds, strict=True)]
 
 
 def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
-    """Whether each final answer is the gold number, with a unit or without."""
-    verdicts = []
-    for response, gold in zip(responses, golds, strict=True):
-        answer = final_answer(without_thoughts(response))
-        # x = 18, \{18\}, [18]
-        around = r"^(?:[a-zA-Z\\{}_ ]*=)?[][(){}\\#]*|[][(){}\\]+$"
-        latex = re.sub(around, "", latex_of(answer))
-        number = number_of(latex)
-        verdicts.append(number is not None and number == number_of(latex_of(gold)))
-    return verdicts
+    """Return for each response whether its final answer is the gold number."""
+    around = r"^(?:[a-zA-Z\\{}_ ]*=)?[][(){}\\#]*|[][(){}\\]+$"  # x = 18, \{18\}, [18]
+    answers = [latex_of(final_answer(without_thoughts(text))) for text in responses]
+    numbers = [number_of(re.sub(around, "", answer)) for answer in answers]
+    pairs = zip(numbers, golds, strict=True)
+    return [None is not number == number_of(latex_of(gold)) for number, gold in pairs]
 
 
 def same_formulas(responses: list[str], golds: list[str]) -> list[bool]:
-    """Whether each final answer is equal to the gold formula."""
-    answers = [final_answer(without_thoughts(text)) for text in responses]
-    pairs = [
-        (latex_of(gold), latex_of(answer))
-        for gold, answer in zip(golds, answers, strict=True)
-    ]
+    """Return for each response whether its final answer equals the gold formula."""
+    answers = [latex_of(final_answer(without_thoughts(text))) for text in responses]
+    pairs = [*zip(map(latex_of, golds), answers, strict=True)]
     verdicts = {pair: verdict_at_sight(*pair) for pair in pairs}
-    for_judge = [pair for pair, verdict in verdicts.items() if verdict is None]
-    if for_judge:
-        verdicts.update(zip(for_judge, equal_formulas(for_judge), strict=True))
+    unclear = [pair for pair in verdicts if verdicts[pair] is None]
+    if unclear:
+        verdicts |= zip(unclear, equal_formulas(unclear), strict=True)
     return [verdicts[pair] for pair in pairs]
 
 
 def verdict_at_sight(gold: str, answer: str) -> bool | None:
-    """The verdict on two formulas if it needs no algebra, as for most; else None."""
+    """Return whether two formulas are equal, or None if that takes algebra."""
     if not gold or not answer:
         return False
     if gold == answer:
@@ -74,15 +67,15 @@ VERIFIERS = {"exact": same_words, "gsm8k": same_numbers, "math": same_formulas}
 def score(
     responses: list[str], answers: list[str], verifier: str = "math"
 ) -> list[float]:
-    """1.0 for each response whose final answer is the gold answer, else 0.0.
+    """Return 1.0 for each response whose final answer is the gold answer, else 0.0.
 
-    responses and answers are of one length; verifier is "exact", "gsm8k", "math" or
-    module:name, a function of these lists that gives numbers in [0, 1]. With the first
-    three a reward depends on its own response and answer alone.
+    responses and answers have the same length. verifier is "exact", "gsm8k", "math" or
+    module:name, a function of these two lists that returns numbers in [0, 1]. With the
+    first three, a reward depends only on its own response and answer.
 
-    Raises ValueError for lists of unequal lengths, ValueError, ImportError or
-    AttributeError for a verifier that is not there, and RuntimeError if formulas cannot
-    be compared on this machine.
+    Raises ValueError if the lengths differ, ValueError, ImportError or AttributeError
+    if there is no such verifier, and RuntimeError if formulas cannot be compared on
+    this machine.
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
     return [float(verdict) for verdict in verify(responses, answers)]
@@ -91,11 +84,11 @@ def score(
 def compute_rewards(
     dataset: Dataset, indices: list[int], responses: list[str]
 ) -> list[float]:
-    """The reward of each response to the problems with these indices.
+    """Return the reward of each response to the problems with these indices.
 
-    Each problem has equally many responses, which are neighbors. A thought that the
-    prompt has opened is a part of the response. Raises Stopped if the judge or the
-    user's own verifier fails.
+    All problems have equally many responses, and those of a problem are adjacent. If
+    the prompt opened a thought, its tag counts as the beginning of the response. Raises
+    Stopped if the judge or the user's own verifier fails.
     """
     samples = len(responses) // len(indices)
     golds = [dataset.problems[i]["answer"] for i in indices for _ in range(samples)]
@@ -131,7 +124,7 @@ def check_verifier(dataset: Dataset) -> None:
 
 
 def checked_score(responses: list[str], golds: list[str], verifier: str) -> list[float]:
-    """`score`, but it raises Stopped if the judge or the user's own verifier fails."""
+    """Return `score`. Raises Stopped if the judge or the user's own verifier fails."""
     try:
         rewards = score(responses, golds, verifier)
         if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
@@ -139,9 +132,9 @@ def checked_score(responses: list[str], golds: list[str], verifier: str) -> list
     except Exception as error:  # the user's function may raise any
         if verifier in VERIFIERS:
             raise Stopped(str(error)) from error
-        if len(golds) > 1:  # Which of them is it?
-            for pair in zip(responses, golds, strict=True):
-                checked_score(*([part] for part in pair), verifier)
+        if len(golds) > 1:  # find the response on which it fails
+            for response, gold in zip(responses, golds, strict=True):
+                checked_score([response], [gold], verifier)
         raise Stopped(
             f"the verifier {verifier} fails on the response {responses[0]!r} with the "
             f"gold answer {golds[0]!r}: {one_line(error)}"
