@@ -153,9 +153,9 @@ class Log:
         if step == 1 and metrics["reward"] == 0:
             print(
                 f"every reward of step 1 is 0: {metrics['truncated']:.0%} of the "
-                "responses were cut at max_response_tokens, and "
-                f"{metrics['unmarked']:.0%} lack the \\boxed{{}} or #### that the "
-                f"verifier reads; see {self.out}/samples.jsonl",
+                "responses were cut at max_response_tokens, and the verifier misses a "
+                f"\\boxed{{}} or #### in {metrics['unmarked']:.0%}; see "
+                f"{self.out}/samples.jsonl",
                 flush=True,
             )
         self.start_of_step = now

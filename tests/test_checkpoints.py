@@ -358,8 +358,8 @@ def test_rewards_that_are_all_0_in_step_1_are_explained_at_once(log, capsys):
     log.write(TRAINED | metrics)
     assert capsys.readouterr().out.splitlines()[-1] == (
         "every reward of step 1 is 0: 75% of the responses were cut at "
-        "max_response_tokens, and 50% lack the \\boxed{} or #### that the verifier "
-        f"reads; see {log.out}/samples.jsonl"
+        "max_response_tokens, and the verifier misses a \\boxed{} or #### in 50%; see "
+        f"{log.out}/samples.jsonl"
     )
     for other in {"step": 2}, {"reward": 0.25}:
         log.write(TRAINED | metrics | other)

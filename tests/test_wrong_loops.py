@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 # Fixtures of the tests that are called here.
-from test_checkpoints import trained  # noqa: F401
+from test_checkpoints import log, trained  # noqa: F401
 from test_loop import few, record, sums, tiny  # noqa: F401
 from test_resume import finished  # noqa: F401
 from test_sync import embedded, long_engine, long_tiny  # noqa: F401

@@ -642,6 +642,15 @@ MISTAKES: dict[str, Mistake] = {
         "[]",
         [RESTORED],
     ),
+    "a flipped bit that is not noticed": Mistake(
+        support.checkpoints.load_checkpoint,
+        "written.items() - checksums(checkpoint).items()",
+        "",
+        [
+            "test_checkpoints."
+            "test_a_damaged_checkpoint_is_refused_and_the_one_before_can_be_loaded"
+        ],
+    ),
     "a resume that continues from the oldest checkpoint": Mistake(
         support.checkpoints.load_checkpoint,
         "max(checkpoints(out)",
