@@ -1,13 +1,14 @@
-"""Makes train.jsonl and heldout.jsonl of two tasks for SmolLM2-135M-Instruct.
+"""Writes train.jsonl and heldout.jsonl of two tasks for SmolLM2-135M-Instruct.
 
     python recipes/make_tasks.py
 
 sums-and-products/ has 400 sums up to 20+20 and 81 products up to 9*9, of which 96 are
-held out. 3+8 may be held out and 8+3 trained on: they are two problems.
+held out. 3+8 and 8+3 are different problems: one may be held out and the other trained
+on.
 
 formulas/ has the same problems without words, of which 64 are held out. Its instruction
-shows two others that are solved, as to a base model. The model is then right in 0.23
-of its samples at temperature 1, and in 0.61 of its greedy answers.
+shows two solved problems, as prompts for base models do. The model then solves 0.23 of
+them when sampled at temperature 1, and 0.61 when decoded greedily.
 """
 
 import json
@@ -19,9 +20,9 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def write_task(name: str, prompt: str, answers: dict[str, int], heldout: int) -> None:
-    """Write the problems into a folder, `heldout` of them, at random, for evaluation.
+    """Write the problems into a folder, `heldout` of them, drawn at random, held out.
 
-    `answers` has the number that each formula comes to, and `prompt` a {} for it.
+    `answers` maps each formula to its value; `prompt` has a {} for the formula.
     """
     lines = []
     for formula, answer in answers.items():

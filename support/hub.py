@@ -22,19 +22,23 @@ FAILURES = {
         "or give a folder"
     ),
     r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
-    r"(?i)gated|authenticat|\b40[134]\b|(Repository|Dataset)NotFound": (
+    r"GatedRepo|\b40[13]\b|(Repository|Dataset)NotFound": (
         "there is no such repository, or it is gated or private: check the name, ask "
         "for access on its page, and log in with `hf auth login` or HF_TOKEN"
     ),
-    r"(?i)connect|timed? ?out|\b(429|50\d)\b|Protocol|HfHubHTTP|X-Repo-Commit": (
+    r"\b(429|50\d)\b|Connect|Timeout|ProtocolError|HfHubHTTP|LocalEntry|FileMetadata": (
         "the hub does not answer as it should: try again later, or set "
         "HF_HUB_OFFLINE=1 to use a copy that was downloaded before"
     ),
     r"no data!|StopIteration|EmptyData": "it has no rows",
-    r"[Ss]plit|Config name": (
+    r"Unknown split|Config name": (
         "of a dataset, the splits train and test of the default configuration are "
         "read: save others as train.jsonl and heldout.jsonl in a folder "
         "(recipes/README.md)"
+    ),
+    r"changed from": (
+        "a column has texts in some rows and numbers in others: download the file, and "
+        "give it as a JSONL file or folder"
     ),
     r"Arrow|JSONDecode|DatasetGeneration|Safetensor": (
         "a file is damaged, on the hub or in the cache: delete its folder in HF_HOME "
@@ -56,14 +60,14 @@ def explain(error: BaseException) -> str:
     """Return why a repository could not be read and, if known, what the user can do.
 
     The libraries wrap the reason in errors such as "An error occurred while generating
-    the dataset", so the chain of causes is searched, from its root.
+    the dataset", so the whole chain of errors is searched, from its root.
     """
     chain = [error]
-    while chain[-1].__cause__:
-        chain.append(chain[-1].__cause__)
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
     for pattern, meaning in FAILURES.items():
         for each in reversed(chain):
             if re.search(pattern, f"{type(each)} {each}"):
                 reason, *_ = one_line(each).split(" For more information check")
                 return f"{meaning} ({reason})"
-    return one_line(chain[-1])
+    return one_line(error)

@@ -670,8 +670,9 @@ def test_nodes_with_different_copies_of_a_task_stop_before_an_engine_is_built(
     for node in range(2):
         (tmp_path / f"{node}").mkdir()
         write(tmp_path / f"{node}/t.jsonl", *own(f"{node + 1}", "3"))
+        write(tmp_path / f"{node}/task.json", {"instruction": None})
         inside = ["env", "-C", str(tmp_path / f"{node}")]
-        flags = [f"--model={ROOT / 'tiny'}", "--task=t.jsonl", "--verifier=gsm8k"]
+        flags = [f"--model={ROOT / 'tiny'}", "--task=t.jsonl"]
         master = "127.0.0.1:29517"
         nodes.append(start_node(node, 2, 1, master, script, *flags, inside=inside))
     for node in nodes:
