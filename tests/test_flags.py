@@ -265,6 +265,13 @@ def test_auto_on_a_gpu_without_bfloat16_is_float16_for_the_engine(
     assert (cfg.dtype, cfg.rollout_dtype, EvalConfig().dtype) == dtypes
 
 
-def test_flags_are_checked_without_the_import_of_torch():
-    code = "import support.config, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+@pytest.mark.parametrize("flag, status", [("--help", 0), ("--lerning_rate=1", 1)])
+def test_help_and_a_refused_flag_do_not_wait_for_the_import_of_torch(
+    flag, status, script
+):
+    command = [sys.executable, "-X", "importtime", script, flag]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert "pydantic" in done.stderr
+    assert "torch" not in done.stderr
