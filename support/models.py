@@ -32,10 +32,36 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints hold this buffer, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
 MAX_ACTIVATION_BYTES = 2 * 2**30  # on a CPU
-# What policy.py does not support: quantized weights, and scaled or bounded logits.
-UNSUPPORTED = (
-    "quantization_config",
-    *("logits_scaling", "logit_scale", "final_logit_softcapping"),
+# Config fields that change the forward pass, but not alike in vLLM and transformers, as
+# tests/config_fields.py shows. They are refused, by type, unless they have the default
+# of the type.
+DEFAULT_ONLY = {
+    "llama": "hidden_act",
+    "mistral": "hidden_act",
+    "qwen2": "hidden_act use_sliding_window",
+    "qwen3": "hidden_act use_sliding_window attention_bias",
+    "gemma": "hidden_act attention_bias use_bidirectional_attention",
+    "gemma3_text": "hidden_activation use_bidirectional_attention "
+    "final_logit_softcapping",
+    "phi3": "hidden_act",
+    "glm4": "hidden_act",
+    "stablelm": "hidden_act qk_layernorm use_parallel_residual",
+    "exaone4": "hidden_act",
+    "ernie4_5": "hidden_act use_bias",
+}
+# vLLM reads these even if the type does not have them, and policy.py does not know the
+# last four: quantized weights, and scaled or bounded logits.
+FOREIGN = (
+    *("attention_bias", "bias", "mlp_bias", "qkv_bias", "qk_norm", "head_dim"),
+    *("sliding_window", "layer_types", "quantization_config", "logits_scaling"),
+    *("logit_scale", "final_logit_softcapping"),
+)
+# Texts that are refused in the values of these fields, unless the default has them.
+# transformers chooses the factors of longrope for each batch, and vLLM only once.
+FOREIGN_VALUES = (
+    *(("rope_parameters", "longrope"), ("rope_parameters", "proportional")),
+    *(("rope_parameters", "partial_rotary_factor"), ("is_causal", "False")),
+    ("layer_types", "sliding_attention"),
 )
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 # A model's other files, which save_model copies.
@@ -124,11 +150,29 @@ def check_trainable(model: str, config: Any) -> None:
             f"{model} is of type {config.model_type}, which train.py cannot train: "
             f"give one of type {', '.join(TRAINABLE)}"
         )
-    for name in UNSUPPORTED:
-        if getattr(config, name, None) not in (None, 1):
+    defaults = type(config)()
+    own_head_size = config.hidden_size // config.num_attention_heads
+    names = DEFAULT_ONLY.get(config.model_type, "").split()
+    names += [name for name in FOREIGN if not hasattr(defaults, name)]
+    for name, text in [*((name, "") for name in names), *FOREIGN_VALUES]:
+        value, default = getattr(config, name, None), getattr(defaults, name, None)
+        if text:
+            is_refused = text in str(value) and text not in str(default)
+        else:  # Gemma's gelu is gelu_pytorch_tanh; a head_dim may only repeat the size.
+            known = str(default).startswith(str(value)) or value == own_head_size
+            is_refused = value and not known
+        if is_refused:
             raise Refused(
-                f"{model}: its config.json has a {name}, which train.py does not "
-                "support: give a model without it"
+                f"{model}: its config.json has {name} {value!r}, for which vLLM and "
+                "transformers do not compute the same function if the type is "
+                f"{config.model_type}: give a model without it"
+            )
+    if hasattr(defaults, "layer_types"):
+        slides = "sliding_attention" in config.layer_types
+        if slides != bool(config.sliding_window):
+            raise Refused(
+                f"{model}: its config.json has sliding_window {config.sliding_window}, "
+                f"but layer_types {config.layer_types}: give a model with both or none"
             )
 
 
@@ -180,7 +224,7 @@ def check_weights(model: str, folder: str, config: Any) -> None:
             "model.safetensors, or shards and their index (`git lfs pull` replaces "
             "pointers, and save_pretrained converts .bin files)"
         ) from None
-    if config.model_type not in TRAINABLE or hasattr(config, "quantization_config"):
+    if config.model_type not in TRAINABLE or getattr(config, "quantization_config", 0):
         return
     try:
         with torch.device("meta"):  # takes no memory

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from config_fields import SIZE
 from conftest import ROOT, refusal_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import eval
 import train
 from support.command import Refused
-from support.models import check_model, turn_end_tokens
+from support.models import TRAINABLE, check_model, check_trainable, turn_end_tokens
 
 FILE = "model.safetensors"
 SHARD = "model-00002-of-00002.safetensors"
@@ -166,19 +167,16 @@ TWELVE_HEADS = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_he
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "{}: its config.json has a quantization_config",
+            "{}: its config.json has quantization_config {{",
         ),
         ({"model_type": "gpt2"}, "{} is of type gpt2, which train.py cannot train"),
-        ({"final_logit_softcapping": 30.0}, "has a final_logit_softcapping, which"),
+        ({"final_logit_softcapping": 30.0}, "has final_logit_softcapping 30.0, for"),
         (
             {"vocab_size": 19},
             "{}: its tokenizer uses token 19, :, but the model has only 19 embeddings",
         ),
         ({"head_dim": 40}, "{} has attention heads of size"),
-        (
-            {"hidden_act": "x"},
-            "{}: no model can be built from its config.json: KeyError('x')",
-        ),
+        ({"hidden_act": "x"}, "{}: its config.json has hidden_act 'x', for which vLLM"),
     ],
 )
 def test_a_model_that_cannot_be_shared_or_trained_is_refused(
@@ -188,6 +186,12 @@ def test_a_model_that_cannot_be_shared_or_trained_is_refused(
     set_config(folder, **TWELVE_HEADS | config)
     refused = refusal_of(train, f"--model={folder}", "--rollout_tp=3")
     assert sentence.format(folder) in refused
+
+
+def test_a_config_from_which_no_model_can_be_built_is_refused(folder):
+    set_config(folder, hidden_act="x")
+    sentence = "no model can be built from its config.json: KeyError('x')"
+    assert sentence in refusal(folder)
 
 
 def test_a_type_whose_config_has_no_context_length_is_refused(folder):
@@ -230,6 +234,53 @@ def test_a_folder_that_is_not_a_model_is_refused(
 def test_engines_that_cannot_divide_the_ranks_of_a_node_are_refused():
     sentence = refusal(ROOT / "tiny", tp=3)
     assert sentence.startswith("rollout_tp is 3: it has to divide the 1 ranks")
+
+
+# Fields of config.json in which vLLM and transformers differ
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+LONGROPE |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+
+
+def test_a_config_for_which_engine_and_policy_were_seen_to_differ_is_refused(tmp_path):
+    rows = [json.loads(line) for line in open(ROOT / "tests/data/config_fields.jsonl")]
+    assert {row["type"] for row in rows} == set(TRAINABLE)
+    for row in rows:
+        config = AutoConfig.for_model(row["type"], **SIZE | row["fields"])
+        if row["gap"] is None or row["gap"] > 1e-3:
+            with pytest.raises(Refused, match=f"{tmp_path}: its config.json has "):
+                check_trainable(str(tmp_path), config)
+        elif not row["fields"]:
+            check_trainable(str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    "model_type, fields, sentence",
+    [
+        ("qwen3", {"attention_bias": True}, "its config.json has attention_bias True"),
+        ("stablelm", {"qk_layernorm": True}, "its config.json has qk_layernorm True"),
+        ("llama", {"sliding_window": 8}, "its config.json has sliding_window 8"),
+        ("phi3", {"rope_parameters": LONGROPE}, "has rope_parameters {'rope_type': 'l"),
+        # These agree: every clause of the rule has a neighbor that it accepts.
+        ("llama", {"attention_bias": True, "mlp_bias": True}, None),
+        ("mistral", {"sliding_window": 8}, None),
+        ("qwen2", {"head_dim": 32, "sliding_window": 8}, None),
+        ("gemma", {"hidden_act": "gelu"}, None),
+        ("glm4", {"partial_rotary_factor": 0.75}, None),
+    ],
+)
+def test_a_field_is_refused_by_name_only_for_the_types_in_which_it_makes_a_difference(
+    model_type, fields, sentence
+):
+    config = AutoConfig.for_model(model_type, **SIZE | fields)
+    if sentence is None:
+        check_trainable("FOLDER", config)
+    else:
+        with pytest.raises(Refused) as refused:
+            check_trainable("FOLDER", config)
+        assert sentence in str(refused.value)
+        assert model_type in str(refused.value)
 
 
 # The end of a turn

@@ -6,6 +6,7 @@ nats.
 """
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -257,9 +258,22 @@ def test_of_each_type_transformers_policy_and_engine_agree_before_and_after_an_u
         assert (policy(rollouts)[0] - logp).abs().max() > 0.1
 
 
-def test_no_dropout_of_a_models_config_acts(engine, group, prompts, tmp_path):
+@pytest.mark.parametrize(
+    "model_type, name",
+    [
+        ("llama", "attention_dropout"),
+        ("stablelm", "hidden_dropout"),
+        ("phi3", "resid_pdrop"),
+    ],
+)
+def test_no_dropout_of_a_models_config_acts(
+    model_type, name, engine, group, prompts, tmp_path
+):
     rollouts = sample(engine, prompts[:4])
-    policy = build_policy(random_model("llama", tmp_path), group)
+    folder = Path(random_model(model_type, tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: 0.5}))
+    policy = build_policy(str(folder), group)
     assert torch.equal(policy(rollouts)[0], policy(rollouts)[0])
 
 
