@@ -23,7 +23,12 @@ CHUNK = 1024  # response tokens whose logits exist at the same time
 # fp8, 0.17 with SmolLM2-135M, 0.22 with 1.5 billion random weights, and less with the
 # embedded policy. For comparison, one update of the embedded default changes log
 # pi_theta by about 0.001, and a layer without its weights by several nats.
-SYNC_LIMITS = {"float32 on a CPU": 1e-4, "16 bits or TF32": 0.15, "fp8": 0.4}
+SYNC_LIMITS = {
+    "float32 on a CPU": 1e-4,
+    "float16": 0.03,
+    "bfloat16 or TF32": 0.15,
+    "fp8": 0.4,
+}
 SYNC_SAMPLES = 16
 
 
@@ -198,11 +203,14 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     # A maximum over ranks may ignore NaN.
     distance.nan_to_num_(nan=torch.inf)
     dist.all_reduce(distance, dist.ReduceOp.MAX)
-    precision = "16 bits or TF32"
+    precision = "bfloat16 or TF32"
     if engine.quantization != "none":
         precision = "fp8"
-    elif engine.dtype == policy.dtype == torch.float32 and device.type == "cpu":
-        precision = "float32 on a CPU"  # On CUDA vLLM's kernels may use TF32.
+    elif policy.dtype == torch.float32:
+        if engine.dtype == torch.float16:
+            precision = "float16"
+        elif engine.dtype == torch.float32 and device.type == "cpu":
+            precision = "float32 on a CPU"  # On CUDA vLLM's kernels may use TF32.
     if distance > SYNC_LIMITS[precision]:
         raise Stopped(
             f"after the sync of weights {samples.weight_version}, engine and policy "

@@ -5,7 +5,7 @@
 
 `main` is the loop, and `update` makes one optimizer step. The flags are the fields of
 support/config.py. A run writes out_dir/{config.json, metrics.jsonl, samples.jsonl,
-curves.png, checkpoints/, model/}. The words for its quantities:
+resumes.jsonl, curves.png, checkpoints/, model/}. The words for its quantities:
 
     group           the group_size responses to one prompt
     rollout batch   the prompts_per_step groups that are sampled together

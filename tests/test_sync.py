@@ -121,6 +121,17 @@ def test_all_ranks_stop_where_one_is_further_off(engine, policy, embedded, monke
         check_sync(engine, embedded, [[1]])
 
 
+def test_a_float16_engine_is_close_to_a_float32_policy_and_has_a_limit_of_its_own(
+    build_engine, embedded, prompts, monkeypatch
+):
+    engine = build_engine(load_format="dummy", dtype="float16")
+    engine.load_weights(full_weights(embedded), version="0")
+    assert 0 < check_sync(engine, embedded, prompts) < 0.001
+    monkeypatch.setattr(dist, "all_reduce", lambda distance, op: distance.fill_(0.05))
+    with pytest.raises(Stopped, match="0.05 nats .* limit in float16 is 0.03"):
+        check_sync(engine, embedded, prompts)
+
+
 def test_after_a_check_the_policy_still_hands_out_its_newest_weights(
     engine, policy, group, prompts
 ):

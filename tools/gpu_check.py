@@ -210,7 +210,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
 
     before, _, after, _ = [row["logprob_abs_diff"] for row in statistics.values()]
     quantized = cfg.rollout_quantization != "none"
-    limit = SYNC_LIMITS["fp8" if quantized else "16 bits or TF32"]
+    limit = SYNC_LIMITS["fp8" if quantized else "bfloat16 or TF32"]
     listed = rollouts.top_logp_behavior[rollouts.mask]
     flops = update_flops(policy, rollouts) / phases["update 3"]["seconds"]
     checks = {
