@@ -41,7 +41,7 @@ class SharedConfig(Flags):
     """The fields that a training run and an evaluation have in common."""
 
     model: str = "tiny"
-    """a model folder, the out_dir of a run, or a hub name"""
+    """a model folder, the out_dir of a run, or owner/name@revision on the hub"""
     verifier: str = ""
     """replace the task's verifier: exact, gsm8k, math, or module:name, a function of
     your own (recipes/README.md)"""
