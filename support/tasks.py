@@ -287,8 +287,8 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
             texts[column] = str(value) if value == value else ""
         elif value is not None:
             raise ValueError(
-                f"its {column} is {str(value)[:60]!r}, such as the turns of a chat or "
-                "a list, and not a text"
+                f"its {column} is not a text but {str(value)[:60]!r}: write the turns "
+                "of a chat, or a list, as one text"
             )
     prompts = {texts[column].strip() for column in PROBLEM_COLUMNS} - {""}
     if len(prompts) != 1:
@@ -305,8 +305,8 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
         )
     if markup := MARKUP.search(prompt):
         raise ValueError(
-            f"its problem has {markup[0].strip()!r}, as of a picture or of a chat, to "
-            "which the model's own template is added: keep only the user's text"
+            f"its problem has {markup[0].strip()!r}, which belongs to a picture or a "
+            "chat: the model's own template is added, so keep only the user's text"
         )
     return {"prompt": prompt, "answer": gold_of(texts, verifier)}
 

@@ -369,10 +369,10 @@ CHAT_TURNS = [{"role": "user", "content": "1+1"}]
     [
         (
             {"prompt": CHAT_TURNS},
-            r"its prompt is .*'user'.* the turns of a chat or a list",
+            "prompt is not a text but .*'user'.*: write the turns",
         ),
-        ({"answer": ["2"]}, r"its answer is \"\['2'\]\", .* and not a text"),
-        ({"answer": True}, "its answer is 'True', .* and not a text"),
+        ({"answer": ["2"]}, r"answer is not a text but \"\['2'\]\""),
+        ({"answer": True}, "answer is not a text but 'True'"),
         (
             {"answer": None, "solution": "2"},
             r"its solution marks no answer .*column \"answ",
@@ -393,7 +393,7 @@ CHAT_TURNS = [{"role": "user", "content": "1+1"}]
         ({"Context": "1 is 2."}, "'Context' holds a part"),
         # Pictures and turns of a chat in the text, for a model with other turns, too
         ({"prompt": "<image>Find x."}, "its problem has '<image>'"),
-        ({"prompt": "<|im_start|>user\n1+1<|im_end|>"}, r"has '<\|im_start\|>', as of"),
+        ({"prompt": "<|im_start|>user\n1+1<|im_end|>"}, r"has '<\|im_start\|>', which"),
         ({"prompt": "<start_of_turn>user\n1+1"}, "has '<start_of_turn>'"),
         ({"prompt": "[INST] 1+1 [/INST]"}, r"has '\[INST\]'"),
         ({"prompt": "### Instruction:\n1+1\n\n### Response:\n"}, "has '# Response:'"),
