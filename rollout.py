@@ -86,6 +86,14 @@ def unlink_shared_memory() -> None:
             Path(line.split()[5]).unlink(missing_ok=True)
 
 
+def silence_vllm() -> None:
+    """Have vLLM print only errors. To be called before vLLM is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM reads the variable too late for some of its first messages.
+    logging.getLogger("vllm").setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
 # The arguments of vllm.LLM that are the same for every engine.
 LLM_OPTIONS = {
     # log pi_b is taken after temperature, top-p and top-k.
@@ -134,10 +142,7 @@ class Engine:
         verbose: bool = False,
     ) -> None:
         if not verbose:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-            # vLLM reads the variable too late for some of its first messages.
-            logging.getLogger("vllm").setLevel("ERROR")
-            warnings.filterwarnings("ignore", category=FutureWarning)
+            silence_vllm()
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would override kv_cache_gb.
         # Imported here and not at the top: importing vLLM takes seconds, and it reads
         # the environment variables set above.
