@@ -1,15 +1,15 @@
-"""The tests of the loop, tested: they reject the loops of wrong_loops.py, which have
-one line wrong each. Slow: many are runs of their own.
+"""The tests of the loop reject every loop of wrong_loops.py, each of which has one
+line wrong. Most of these tests are slow, because many are runs of their own.
 """
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-# Fixtures of the tests that are called here.
+# These are fixtures of the tests that are called here.
 from test_checkpoints import log, trained  # noqa: F401
 from test_loop import few, record, sums, tiny  # noqa: F401
 from test_resume import finished  # noqa: F401
@@ -17,13 +17,12 @@ from test_sync import embedded, long_engine, long_tiny  # noqa: F401
 from test_tasks import load  # noqa: F401
 from test_train import stale, trainee  # noqa: F401
 from test_wrong_losses import cases
-from wrong_loops import MISTAKES
+from wrong_loops import MISTAKES, code_with, make
 
 from support.command import Refused, Stopped
 
-# What a run says of a wrong loop by itself counts as well as what a test says of it.
-# RuntimeError is what autograd has to say where there is no gradient, and ValueError
-# what Python has to say of a list that is too short.
+# A test may reject a loop, and so may the run itself. autograd raises RuntimeError if
+# there is no gradient, and Python raises ValueError if a list is too short.
 REJECTIONS = (
     AssertionError,
     pytest.fail.Exception,
@@ -35,17 +34,11 @@ REJECTIONS = (
 )
 
 # A mistake and a test that has to fail on it.
-PAIRS = [(mistake, test) for mistake, what in MISTAKES.items() for test in what.tests]
-
-
-def named_test(name: str) -> Callable:
-    """The test function that "module.test_..." names."""
-    module, _, function = name.partition(".")
-    return getattr(importlib.import_module(module), function)
+PAIRS = [(title, test) for title, what in MISTAKES.items() for test in what.tests]
 
 
 def fixtures_of(test: Callable, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The arguments of a test that are not in its cases."""
+    """Return the arguments of a test that are not in its cases."""
     parametrized = {key for case in cases(test) for key in case}
     return {
         key: request.getfixturevalue(key)
@@ -55,7 +48,7 @@ def fixtures_of(test: Callable, request: pytest.FixtureRequest) -> dict[str, Any
 
 
 def call(test: Callable, fixtures: dict[str, Any]) -> None:
-    """The test in all of its cases, each with a folder of its own."""
+    """Run all cases of a test, each with a folder of its own."""
     for number, case in enumerate(cases(test)):
         if "tmp_path" in fixtures:
             case["tmp_path"] = fixtures["tmp_path"] / str(number)
@@ -64,31 +57,26 @@ def call(test: Callable, fixtures: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake, name", PAIRS)
-def test_a_wrong_loop_fails_the_tests_named_for_it(mistake, name, request, monkeypatch):
-    test = named_test(name)
-    # Before the mistake is made: it is to be the test's business alone.
+@pytest.mark.parametrize("title, name", PAIRS)
+def test_a_wrong_loop_fails_the_tests_named_for_it(title, name, request, monkeypatch):
+    test = pkgutil.resolve_name(name)
+    # The fixtures are built first, so that the mistake affects only the test.
     fixtures = fixtures_of(test, request)
-    MISTAKES[mistake].make(monkeypatch)
+    make(MISTAKES[title], monkeypatch)
     with pytest.raises(REJECTIONS):
         call(test, fixtures)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for _, name in PAIRS}))
-def test_called_in_the_same_way_they_pass_where_there_is_no_mistake(name, request):
-    test = named_test(name)
+def test_the_same_tests_pass_without_a_mistake(name, request):
+    test = pkgutil.resolve_name(name)
     marks = [mark.name for mark in getattr(test, "pytestmark", [])]
-    assert "slow" not in marks  # They are part of make test.
+    assert "slow" not in marks  # These tests are part of make test.
     call(test, fixtures_of(test, request))
 
 
-def test_each_mistake_is_made_in_one_line_of_the_code():
+def test_each_mistake_replaces_one_text_of_the_code_and_names_tests_that_exist():
     for mistake in MISTAKES.values():
-        mistake.code()  # or a LookupError
-
-
-def test_a_mistake_whose_line_is_not_there_any_more_is_an_error():
-    mistake = MISTAKES["no gradient clipping"]._replace(right="clip_gradient")
-    with pytest.raises(LookupError, match="apply_gradient has 'clip_gradient' 0 times"):
-        mistake.code()
+        code_with(mistake)  # raises LookupError
+        assert all(map(pkgutil.resolve_name, mistake.tests))
