@@ -1,7 +1,7 @@
-"""What comes from outside is data: a model folder runs no code here.
+"""Shows that a model folder is only data: no code in it is run.
 
-Each hostile file would write a witness if it were run. (Problems and answers from
-outside are tests/test_reward.py's business.)
+Each hostile file would create a witness if it were run. Problems and answers are tested
+in tests/test_tasks.py and tests/test_reward.py.
 """
 
 import json
@@ -20,7 +20,7 @@ from support.models import check_model
 
 
 class Hostile:
-    """Unpickled, it makes a folder: the witness that it was run."""
+    """An object that creates a folder, the witness, when it is unpickled."""
 
     def __init__(self, witness: Path) -> None:
         self.witness = str(witness)
@@ -31,13 +31,13 @@ class Hostile:
 
 @pytest.fixture
 def witness(tmp_path) -> Path:
-    """What a hostile file makes if it is run; none may have made it."""
+    """Return the path that a hostile file would create; in the end it must not exist."""
     path = tmp_path / "witness"
     yield path
     assert not path.exists()
 
 
-def test_the_hostile_pickle_of_these_tests_is_one(tmp_path):
+def test_unpickling_a_hostile_object_creates_the_witness(tmp_path):
     pickle.loads(pickle.dumps(Hostile(tmp_path / "witness")))
     assert (tmp_path / "witness").exists()
 
@@ -53,7 +53,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 @pytest.fixture
 def model_with_code(witness, tmp_path) -> Path:
-    """tiny, with code of its own for configuration, model and tokenizer."""
+    """Copy tiny/ and give it code for its configuration, model and tokenizer."""
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "tiny", folder)
     (folder / "code.py").write_text(CODE.format(witness=str(witness)))
@@ -69,10 +69,10 @@ def model_with_code(witness, tmp_path) -> Path:
     return folder
 
 
-def test_the_code_of_a_model_folder_is_left_alone_by_trainer_and_engine(
+def test_trainer_and_engine_do_not_run_the_code_of_a_model_folder(
     model_with_code, train_here
 ):
-    # It is a Llama, which both know themselves.
+    # Both have code of their own for this model, which is a Llama.
     flags = ["--prompts_per_step=4", "--group_size=2", "--steps=1"]
     rows = train_here(*flags, f"--model={model_with_code}")
     assert [row["step"] for row in rows] == [0, 1]
@@ -96,8 +96,8 @@ def test_weights_that_are_a_hostile_pickle_are_not_run(group, witness, tmp_path)
         build_policy(str(folder), group)
 
 
-def test_every_loading_of_a_model_says_that_code_is_not_to_be_run():
-    # vLLM and transformers would ask, or follow an environment variable, otherwise.
+def test_every_call_that_loads_a_model_forbids_its_code():
+    # Otherwise vLLM and transformers would ask or follow an environment variable.
     calls = []
     for path in [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]:
         for loader in ("from_pretrained(", "LLM("):
