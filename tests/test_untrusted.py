@@ -31,7 +31,7 @@ class Hostile:
 
 @pytest.fixture
 def witness(tmp_path) -> Path:
-    """Return the path that a hostile file would create; in the end it must not exist."""
+    """Return the path that a hostile file would create, and check that it did not."""
     path = tmp_path / "witness"
     yield path
     assert not path.exists()
