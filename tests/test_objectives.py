@@ -7,6 +7,7 @@ plain Python (loss_oracle.py). rho is 1 for a fresh token, and A is the advantag
 
 import json
 import math
+import re
 from collections.abc import Callable
 from types import ModuleType
 
@@ -26,6 +27,7 @@ from loss_batches import (
     run,
 )
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from loss import LOSSES
 from study import ablations
@@ -90,159 +92,127 @@ def test_on_a_fresh_batch_every_objective_is_reinforce(objectives, name):
     assert not to_kl.any()
 
 
-def test_m2po_and_bapo_decide_by_the_whole_batch(objectives):
-    for name, weight_of_ratio in (
-        # A log rho of 0.1, 0.2 and 0.3 has a mean square of 0.14 / 3, above tau = 0.04.
-        # Without the third it is 0.05 / 2. The fourth moved against its advantage.
-        ("m2po", {1.10517: 1.10517, 1.2214: 1.2214, 1.34986: 0, -1.64872: -1.64872}),
-        # A > 0 contributes 1.2 + 1.2 and A < 0 0.8 + 2.55, which is more. The lower
-        # bound rises to its maximum, 0.9, and A < 0 contributes 0.9 + 2.55 = 3.45. The
-        # upper bound rises until A > 0 contributes as much: 1.6 + 1.9, so it is 1.9.
-        ("bapo", {1.6: 1.6, 3.0: 0, -0.8: 0, -2.55: -2.55}),
-    ):
-        # The sign of each number is that of the advantage.
-        signed = torch.tensor(list(weight_of_ratio), dtype=F64)[:, None]
-        batch = one_token_each(signed.abs()[:, 0].tolist())
-        batch = batch._replace(advantage=signed.sign())
-        outcome = run(objectives[name], batch, E_B, token_count=1)
-        assert_close(-outcome.to_logp[:, 0], list(weight_of_ratio.values()))
+# The numbers of a token: pi_theta / pi_b -> its weight on grad log pi_theta.
+TOKEN = re.compile(r"([^,]+?) / ([^,]+?) -> ([^,]+)")
 
 
-# A response is its advantage A and a pair (pi_theta, pi_b) for each of its tokens. The
-# weights of the table are those on grad log pi_theta, one for each token in this order.
-Response = tuple[float, list[tuple[float, float]]]
+def batch_of(responses: str, dtype: torch.dtype = F64) -> tuple[Batch, Tensor]:
+    """Return the batch of these responses, and the weights of its tokens.
+
+    Each line is a response: its advantage, a colon and its tokens. Padding is 0.
+    """
+    names = {"exp": math.exp, "log": math.log}
+    columns = []
+    for line in responses.splitlines():
+        advantage, tokens = line.split(":")
+        rows = [[eval(x, names) for x in row] for row in TOKEN.findall(tokens)]
+        pi, pi_b, weight = torch.tensor(rows, dtype=F64).T
+        one = torch.ones_like(pi)
+        # No rule uses the KL, which is 1 here.
+        columns.append((pi.log(), pi_b.log(), float(advantage) * one, one, weight))
+    *fields, weight = (
+        pad_sequence(column, batch_first=True) for column in zip(*columns, strict=True)
+    )
+    mask = fields[-1] > 0
+    return Batch(*(field.to(dtype) for field in fields), mask), weight[mask]
 
 
-def batch_of(responses: list[Response], dtype: torch.dtype = F64) -> Batch:
-    """Return the batch of these responses; padding is 0."""
-    shape = len(responses), max(len(pairs) for _, pairs in responses)
-    logp, logp_behavior, advantage = torch.zeros(3, *shape, dtype=F64)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    for row, (of_response, pairs) in enumerate(responses):
-        for t, (probability, of_behavior) in enumerate(pairs):
-            logp[row, t] = math.log(probability)
-            logp_behavior[row, t] = math.log(of_behavior)
-            advantage[row, t] = of_response
-            mask[row, t] = True
-    kl = mask.double()  # No rule uses it.
-    tensors = (logp, logp_behavior, advantage, kl)
-    return Batch(*(tensor.to(dtype) for tensor in tensors), mask)
+# A block is a rule with its options, comments, and the responses of a batch.
+WEIGHTS = """
+m2po
+# A log rho of 0.1, 0.2 and 0.3 has a mean square of 0.14 / 3, above tau = 0.04. Without
+# the third it is 0.05 / 2. The fourth moved against its advantage.
+1: 0.2 * exp(0.1) / 0.2 -> exp(0.1)
+1: 0.2 * exp(0.2) / 0.2 -> exp(0.2)
+1: 0.2 * exp(0.3) / 0.2 -> 0
+-1: 0.2 * exp(0.5) / 0.2 -> -exp(0.5)
+
+bapo
+# A > 0 contributes 1.2 + 1.2 and A < 0 0.8 + 2.55, which is more. The lower bound rises
+# to its maximum, 0.9, and A < 0 contributes 0.9 + 2.55 = 3.45. The upper bound rises
+# until A > 0 contributes as much: 1.6 + 1.9, so it is 1.9.
+1: 0.32 / 0.2 -> 1.6
+1: 0.6 / 0.2 -> 0
+-1: 0.16 / 0.2 -> 0
+-1: 0.51 / 0.2 -> -2.55
+
+ipo
+# A rise of 0.4 and a fall of 0.35 are above 0.3, whatever the sign of A. A rise of 0.2
+# and a fall of 0.25 are not.
+2: 0.65 / 0.25 -> 0, 0.05 / 0.4 -> 0, 0.3 / 0.1 -> 3 * 2
+-0.5: 0.65 / 0.25 -> 0, 0.1 / 0.35 -> 0.1 / 0.35 * -0.5
+
+ipo eps=0.15, kl_tau=0.05
+# The rise of 0.2 is above 0.15. The derivative of 0.05 (log rho)^2 is 0.1 log rho. It
+# counts for every token, with or without an advantage.
+2: 0.3 / 0.1 -> -0.1 * log(3)
+0: 0.05 / 0.2 -> 0.1 * log(4)
+
+sequence_mask
+# 4 x 0.5 = 2 stays, though one ratio is 4. 2 x 1.75 = 3.5 is above 3, though no ratio
+# is. 0.1 stays, as there is no lower bound.
+1.5: 0.4 / 0.1 -> 2 * 1.5, 0.2 / 0.4 -> 2 * 1.5
+-0.7: 0.4 / 0.2 -> 0, 0.7 / 0.4 -> 0
+-0.9: 0.05 / 0.5 -> 0.1 * -0.9
+
+sequence_mask cap=1.5
+1.5: 0.4 / 0.25 -> 0
+
+dppo_tv
+# A rise of 0.25 is dropped if A > 0, and a fall of 0.25 if A < 0. One of 0.15 stays,
+# though rho is 4. One of 0.196 stays too, but its rho of 50 is capped.
+2: 0.35 / 0.1 -> 0, 0.2 / 0.05 -> 4 * 2, 0.2 / 0.004 -> 20 * 2, 0.1 / 0.35 -> 0.2 / 0.35
+-0.5: 0.35 / 0.1 -> 3.5 * -0.5, 0.2 / 0.45 -> 0, 0.05 / 0.2 -> 0.25 * -0.5
+
+dppo_tv eps=0.1, cap=1.5
+2: 0.2 / 0.05 -> 0, 0.1 / 0.05 -> 1.5 * 2
+
+icepop
+# The ratios are 0.4, 0.6, 6 and 4.8. The range is 0.5 to 5.
+2: 0.2 / 0.5 -> 0, 0.3 / 0.5 -> 0.6 * 2
+-0.5: 0.6 / 0.1 -> 0, 0.48 / 0.1 -> 4.8 * -0.5
+
+icepop low=0.9, high=1.2
+2: 0.4 / 0.5 -> 0, 0.13 / 0.1 -> 0
+
+vespo
+# w is 4 x 0.5 = 2 for the first response and 0.5 for the second.
+1.5: 0.4 / 0.1 -> 2**2 * exp(-3) * 1.5, 0.2 / 0.4 -> 2**2 * exp(-3) * 1.5
+-0.9: 0.3 / 0.6 -> 0.5**3 * exp(2 * 0.5) * -0.9
+
+vespo k_pos=1.5, lambda_pos=0.5, k_neg=0.25, lambda_neg=1.25
+1.5: 0.3 / 0.6 -> 0.5**1.5 * exp(0.25) * 1.5
+-0.7: 0.3 / 0.6 -> 0.5**0.25 * exp(0.625) * -0.7
+
+vespo k_neg=0.01, lambda_neg=1e-9
+# log w = -60 is clamped to log 1e-8, and log w = 60 to 20. k and lambda are so small
+# here that neither weight is 0.
+-1: exp(-60) / 1 -> -(1e-8**0.01)
+-1: 1 / exp(-60) -> -exp(0.2 + 1e-9 * (1 - exp(20)))
+
+opsm
+# The mean of log(pi_b / pi_theta) is log(4) / 2 = 0.69 in responses 1 and 2 and
+# log(2) / 2 = 0.35 in the third. Only the second is dropped. The others have GRPO's
+# weights: rho = 0.5 with A < 0 and rho = 1.25 with A > 0 are clipped.
+2: 0.1 / 0.4 -> 0.25 * 2, 0.3 / 0.3 -> 1 * 2
+-0.5: 0.1 / 0.4 -> 0, 0.3 / 0.3 -> 0
+-0.7: 0.2 / 0.4 -> 0, 0.3 / 0.3 -> -0.7
+0.9: 0.5 / 0.4 -> 0
+
+opsm eps=0.26, delta=0.3
+# rho = 0.75 is above 1 - 0.26, and -log 0.75 = 0.29. -log 0.7 is 0.36.
+-0.7: 0.3 / 0.4 -> 0.75 * -0.7
+-0.7: 0.28 / 0.4 -> 0
+"""
+CASES = re.sub("(?m)^#.*\n", "", WEIGHTS).strip().split("\n\n")
 
 
-@pytest.mark.parametrize(
-    "name, options, responses, weights",
-    [
-        # A rise of 0.4 and a fall of 0.35 are above 0.3, whatever the sign of A. A rise
-        # of 0.2 and a fall of 0.25 are not.
-        (
-            "ipo",
-            {},
-            [
-                (2.0, [(0.65, 0.25), (0.05, 0.4), (0.3, 0.1)]),
-                (-0.5, [(0.65, 0.25), (0.1, 0.35)]),
-            ],
-            [0, 0, 3 * 2, 0, 0.1 / 0.35 * -0.5],
-        ),
-        # The rise of 0.2 is above 0.15. The derivative of 0.05 (log rho)^2 is
-        # 0.1 log rho. It counts for every token, with or without an advantage.
-        (
-            "ipo",
-            {"eps": 0.15, "kl_tau": 0.05},
-            [(2.0, [(0.3, 0.1)]), (0.0, [(0.05, 0.2)])],
-            [-0.1 * math.log(3), 0.1 * math.log(4)],
-        ),
-        # 4 x 0.5 = 2 stays, though one ratio is 4. 2 x 1.75 = 3.5 is above 3, though
-        # no ratio is. 0.1 stays, as there is no lower bound.
-        (
-            "sequence_mask",
-            {},
-            [
-                (1.5, [(0.4, 0.1), (0.2, 0.4)]),
-                (-0.7, [(0.4, 0.2), (0.7, 0.4)]),
-                (-0.9, [(0.05, 0.5)]),
-            ],
-            [2 * 1.5, 2 * 1.5, 0, 0, 0.1 * -0.9],
-        ),
-        ("sequence_mask", {"cap": 1.5}, [(1.5, [(0.4, 0.25)])], [0]),
-        # A rise of 0.25 is dropped if A > 0, and a fall of 0.25 if A < 0. One of 0.15
-        # stays, though rho is 4. One of 0.196 stays too, but its rho of 50 is capped.
-        (
-            "dppo_tv",
-            {},
-            [
-                (2.0, [(0.35, 0.1), (0.2, 0.05), (0.2, 0.004), (0.1, 0.35)]),
-                (-0.5, [(0.35, 0.1), (0.2, 0.45), (0.05, 0.2)]),
-            ],
-            [0, 4 * 2, 20 * 2, 0.1 / 0.35 * 2, 3.5 * -0.5, 0, 0.25 * -0.5],
-        ),
-        (
-            "dppo_tv",
-            {"eps": 0.1, "cap": 1.5},
-            [(2.0, [(0.2, 0.05), (0.1, 0.05)])],
-            [0, 1.5 * 2],
-        ),
-        # The ratios are 0.4, 0.6, 6 and 4.8. The range is 0.5 to 5.
-        (
-            "icepop",
-            {},
-            [(2.0, [(0.2, 0.5), (0.3, 0.5)]), (-0.5, [(0.6, 0.1), (0.48, 0.1)])],
-            [0, 0.6 * 2, 0, 4.8 * -0.5],
-        ),
-        (
-            "icepop",
-            {"low": 0.9, "high": 1.2},
-            [(2.0, [(0.4, 0.5), (0.13, 0.1)])],
-            [0, 0],
-        ),
-        # w is 4 x 0.5 = 2 for the first response and 0.5 for the second.
-        (
-            "vespo",
-            {},
-            [(1.5, [(0.4, 0.1), (0.2, 0.4)]), (-0.9, [(0.3, 0.6)])],
-            [2**2 * math.exp(-3) * 1.5] * 2 + [0.5**3 * math.exp(2 * 0.5) * -0.9],
-        ),
-        (
-            "vespo",
-            {"k_pos": 1.5, "lambda_pos": 0.5, "k_neg": 0.25, "lambda_neg": 1.25},
-            [(1.5, [(0.3, 0.6)]), (-0.7, [(0.3, 0.6)])],
-            [0.5**1.5 * math.exp(0.25) * 1.5, 0.5**0.25 * math.exp(0.625) * -0.7],
-        ),
-        # log w = -60 is clamped to log 1e-8, and log w = 60 to 20. k and lambda are so
-        # small here that neither weight is 0.
-        (
-            "vespo",
-            {"k_neg": 0.01, "lambda_neg": 1e-9},
-            [(-1.0, [(math.exp(-60), 1)]), (-1.0, [(1, math.exp(-60))])],
-            [-(1e-8**0.01), -math.exp(0.2 + 1e-9 * (1 - math.exp(20)))],
-        ),
-        # The mean of log(pi_b / pi_theta) is log(4) / 2 = 0.69 in responses 1 and 2
-        # and log(2) / 2 = 0.35 in the third. Only the second is dropped. The others
-        # have GRPO's weights: rho = 0.5 with A < 0 and rho = 1.25 with A > 0 are
-        # clipped.
-        (
-            "opsm",
-            {},
-            [
-                (2.0, [(0.1, 0.4), (0.3, 0.3)]),
-                (-0.5, [(0.1, 0.4), (0.3, 0.3)]),
-                (-0.7, [(0.2, 0.4), (0.3, 0.3)]),
-                (0.9, [(0.5, 0.4)]),
-            ],
-            [0.25 * 2, 1 * 2, 0, 0, 0, -0.7, 0],
-        ),
-        # rho = 0.75 is above 1 - 0.26, and -log 0.75 = 0.29. -log 0.7 is 0.36.
-        (
-            "opsm",
-            {"eps": 0.26, "delta": 0.3},
-            [(-0.7, [(0.3, 0.4)]), (-0.7, [(0.28, 0.4)])],
-            [0.75 * -0.7, 0],
-        ),
-    ],
-)
-def test_the_weights_of_a_rule_by_plain_arithmetic(
-    objectives, name, options, responses, weights
-):
-    batch = batch_of(responses)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.splitlines()[0])
+def test_the_weights_of_a_rule_by_plain_arithmetic(objectives, case):
+    rule, responses = case.split("\n", 1)
+    name, _, options = rule.partition(" ")
+    batch, weights = batch_of(responses)
+    options = eval(f"dict({options})")
     outcome = run(objectives[name], batch, E_B, token_count=1, **options)
     assert_close(-outcome.to_logp[batch.mask], weights)
     assert not outcome.to_logp[~batch.mask].any()
@@ -253,8 +223,8 @@ def test_the_weights_of_a_rule_by_plain_arithmetic(
 def test_a_rule_has_a_finite_gradient_even_if_a_ratio_overflows(objectives, name):
     # e^95 is infinite in float32. The mean of log(pi_b / pi_theta) over the response is
     # (97 - 95) / 2 = 1, so opsm drops it. ipo drops both tokens.
-    far = (0.9, 0.9 * math.exp(-95)), (0.9 * math.exp(-97), 0.9)
-    batch = batch_of([(-1.0, [*far]), (1.0, [(0.5, 0.5)])], torch.float32)
+    far = "-1: 0.9 / 0.9 * exp(-95) -> 0, 0.9 * exp(-97) / 0.9 -> 0"
+    batch, _ = batch_of(f"{far}\n1: 0.5 / 0.5 -> 1", torch.float32)
     outcome = run(objectives[name], batch, E_B, token_count=1)
     assert torch.isfinite(outcome.value)
     assert_close(-outcome.to_logp[1, 0], 1.0)
@@ -282,25 +252,27 @@ def test_p3o_without_its_cap_its_kl_or_part_of_its_kl(name, weight, kl_weights):
     assert_close(to_kl, [[each] for each in kl_weights])
 
 
-@pytest.mark.parametrize(
-    "name, log_ratio, slope",
-    [
-        ("importance_sampled", -12.0, -12 * math.exp(-12)),
-        ("importance_sampled", 0.5, 0.5 * math.exp(0.5)),
-        ("k3", -12.0, 1 - math.exp(12)),  # not clamped
-        ("k3", 2.0, 1 - math.exp(-2)),
-        ("clamped_k3", 10.1, 1.0),
-        # A rare token is pulled back by 19,929, and a rarer one is pushed away.
-        ("clamped_k3", -9.9, 1 - math.exp(9.9)),
-        ("clamped_k3", -10.1, 1.0),
-    ],
-)
-def test_an_estimate_of_the_kl_has_the_slope_of_its_formula(name, log_ratio, slope):
+# The slope of an estimate of the KL at a log rho. k3 is not clamped. clamped_k3 pulls a
+# rare token back by 19,929, and pushes a rarer one away.
+SLOPES = """
+importance_sampled at -12: -12 * exp(-12)
+importance_sampled at 0.5: 0.5 * exp(0.5)
+k3 at -12: 1 - exp(12)
+k3 at 2: 1 - exp(-2)
+clamped_k3 at 10.1: 1
+clamped_k3 at -9.9: 1 - exp(9.9)
+clamped_k3 at -10.1: 1
+"""
+
+
+@pytest.mark.parametrize("case", SLOPES.strip().splitlines())
+def test_an_estimate_of_the_kl_has_the_slope_of_its_formula(case):
+    name, log_ratio, slope = re.split(" at |: ", case)
     # With A = 0 and e_B = 0.25 the loss is 3/4 of the estimate. `kl` is ignored.
-    batch = one_token_each([math.exp(log_ratio)], advantage=0.0)
+    batch = one_token_each([math.exp(float(log_ratio))], advantage=0.0)
     batch = batch._replace(kl=torch.ones_like(batch.kl))
     outcome = run(getattr(ablations, name), batch, 0.25)
-    assert_close(outcome.to_logp, [[0.75 * slope]])
+    assert_close(outcome.to_logp, [[0.75 * eval(slope, vars(math))]])
     assert not outcome.to_kl.any()
 
 

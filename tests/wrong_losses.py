@@ -327,7 +327,7 @@ m2po drops tokens on both sides of rho = 1
 tools/objectives.py
 - (advantage * log_rho).detach() > 0
 + advantage != 0
-test_objectives.test_m2po_and_bapo_decide_by_the_whole_batch
+test_objectives.test_the_weights_of_a_rule_by_plain_arithmetic
 
 tis has no stop-gradient
 tools/objectives.py
