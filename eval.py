@@ -8,8 +8,8 @@ pass@k is the probability that at least one of k samples is correct (has reward 
 n >= k samples, of which c are correct, it is estimated without bias by 1 - C(n - c, k)
 / C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{config.json,
 results.json, samples.jsonl}. In float32, the default on a CPU, the counts do not depend
-on the number of ranks. A bfloat16 engine rounds differently in batches of another size,
-which changes single tokens.
+on the number of ranks. A bfloat16 engine rounds differently if the batch size
+differs, which changes single tokens.
 """
 
 from support.command import parse_flags, refuse_wrong_flags, run_script
@@ -131,8 +131,8 @@ def heldout_accuracy(
 ) -> dict[str, float]:
     """Return the share of problems that the policy solves, sampled once and greedily.
 
-    Sampled accuracy may rise only because a policy becomes more certain. Greedy
-    accuracy beside it shows whether the policy has learned. Responses are truncated at
+    Sampled accuracy may rise merely because a policy becomes more certain. Greedy
+    accuracy shows whether the policy has learned. Responses are truncated at
     max_tokens. A collective.
     """
     accuracies = {}
@@ -221,9 +221,9 @@ def main() -> None:
 def write_samples(
     out: Path, task: str, split: Dataset, results: list[dict[str, list]]
 ) -> None:
-    """Append the results of `evaluate` to samples.jsonl; print what is wrong with them.
+    """Append the results of `evaluate` to samples.jsonl, and print two shares.
 
-    These are the shares of truncated responses and of responses without an answer.
+    They are those of truncated responses and of responses without a marked answer.
     """
     for problem, result in zip(split.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})

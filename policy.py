@@ -53,8 +53,8 @@ class Policy(torch.nn.Module):
     def forward(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log pi_theta of the response tokens and of their K top_tokens.
 
-        The shapes are [N, T] and [N, T, K]. Values are float32, in nats, and 0 where
-        the mask is False. The head is applied in float32 (or TF32: see build_policy),
+        The shapes are [N, T] and [N, T, K]. Values are float32, in nats, and 0 on
+        padding. The head is applied in float32 (or TF32: see build_policy),
         only to positions that predict a response token, CHUNK of them at a time. The
         backward pass computes their logits again, so no logits are kept.
         """
@@ -143,7 +143,7 @@ def build_policy(
         # The inputs include log-probabilities, which must not be rounded.
         cast_forward_inputs=False,
     )
-    # Each layer moves to the device in turn, where only this rank's shard stays.
+    # Each layer moves to the device in turn, and only this rank's shard stays there.
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
@@ -163,7 +163,7 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def sync(engine: Engine, policy: Policy, step: int, check_on: list[list[int]]) -> None:
-    """Copy the policy's weights into the engine, as those after this step.
+    """Copy the policy's weights into the engine and name them after this step.
 
     `check_on` has prompts (token ids) for check_sync; if it is empty, nothing is
     checked. A collective.
@@ -181,9 +181,9 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
     distance exceeds its limit in SYNC_LIMITS; checkpoints are kept. A collective.
     """
-    # The shortest prompts need the least memory. 16 samples are enough for the mean: a
-    # few short answers may total 15 tokens, and then a single unlikely token that is
-    # off by 2 nats in bfloat16 would shift it by 0.13.
+    # The shortest prompts need the least memory. We take 16 samples
+    # because a few short answers may total only 15 tokens: a single unlikely token that
+    # is off by 2 nats in bfloat16 would then shift the mean by 0.13.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,

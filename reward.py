@@ -26,13 +26,13 @@ from support.tasks import Dataset
 
 
 def same_words(responses: list[str], golds: list[str]) -> list[bool]:
-    """Return for each response whether its last word is the gold answer."""
+    """Return, for each response, whether its last word is the gold answer."""
     last_words = [without_thoughts(text).split()[-1:] for text in responses]
     return [word == [gold] for word, gold in zip(last_words, golds, strict=True)]
 
 
 def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
-    """Return for each response whether its final answer is the gold number."""
+    """Return, for each response, whether its final answer is the gold number."""
     around = r"^(?:[a-zA-Z\\{}_ ]*=)?[][(){}\\#]*|[][(){}\\]+$"  # x = 18, \{18\}, [18]
     answers = [latex_of(final_answer(without_thoughts(text))) for text in responses]
     numbers = [number_of(re.sub(around, "", answer)) for answer in answers]
@@ -41,7 +41,7 @@ def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
 
 
 def same_formulas(responses: list[str], golds: list[str]) -> list[bool]:
-    """Return for each response whether its final answer equals the gold formula."""
+    """Return, for each response, whether its final answer equals the gold formula."""
     answers = [latex_of(final_answer(without_thoughts(text))) for text in responses]
     pairs = [*zip(map(latex_of, golds), answers, strict=True)]
     verdicts = {pair: verdict_at_sight(*pair) for pair in pairs}
@@ -52,7 +52,7 @@ def same_formulas(responses: list[str], golds: list[str]) -> list[bool]:
 
 
 def verdict_at_sight(gold: str, answer: str) -> bool | None:
-    """Return whether two formulas are equal, or None if that takes algebra."""
+    """Return whether two formulas are equal, or None if only algebra can tell."""
     if not gold or not answer:
         return False
     if gold == answer:
@@ -87,8 +87,8 @@ def compute_rewards(
     """Return the reward of each response to the problems with these indices.
 
     All problems have equally many responses, and those of a problem are adjacent. If
-    the prompt opened a thought, its tag counts as the beginning of the response. Raises
-    Stopped if the judge or the user's own verifier fails.
+    the prompt ends with the opening tag of a thought, each response begins with it.
+    Raises Stopped if the judge or the user's own verifier fails.
     """
     samples = len(responses) // len(indices)
     golds = [dataset.problems[i]["answer"] for i in indices for _ in range(samples)]
@@ -99,8 +99,9 @@ def compute_rewards(
 def check_verifier(dataset: Dataset) -> None:
     """Raise Refused if the user's own verifier cannot score two empty responses.
 
-    Reward functions of other trainers often take (prompts, completions, ...): they
-    would get the responses as prompts, so they are refused by their parameters' names.
+    Reward functions of other trainers often take (prompts, completions, ...). Such a
+    function would get the responses as prompts, so the names of its parameters are
+    enough to refuse it.
     """
     if dataset.verifier in VERIFIERS:
         return

@@ -31,12 +31,12 @@ class Rollouts:
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
     mask: torch.Tensor  # [N, T] bool: True on response tokens
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
-    top_tokens: torch.Tensor  # [N, T, K] the K most likely tokens of pi_b at each
+    top_tokens: torch.Tensor  # [N, T, K] the K most likely tokens of pi_b, by position
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of top_tokens, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without its end of sequence
     weight_version: str  # the step after which the sampling weights were synced
-    gold: list[str] | None = None  # [N] the right answer
+    gold: list[str] | None = None  # [N] the gold answer
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], equal on all tokens of a response
 
@@ -100,13 +100,13 @@ LLM_OPTIONS = {
     "logprobs_mode": "processed_logprobs",
     # The head is applied in float32, as in Policy.
     "hf_overrides": {"head_dtype": "float32"},
-    "distributed_executor_backend": "external_launcher",  # in this process
+    "distributed_executor_backend": "external_launcher",  # runs in this process
     # Read transformers' files, because Mistral's repositories also have others.
     "config_format": "hf",
     "tokenizer_mode": "hf",
     # vLLM only checks that this share is free; kv_cache_memory_bytes sets the size.
     "gpu_memory_utilization": 0.01,
-    # Not yet measured here on a GPU; on a CPU vLLM does not have it.
+    # We have not measured it on a GPU, and vLLM does not offer it on a CPU.
     "async_scheduling": False,
 }
 
@@ -114,13 +114,14 @@ LLM_OPTIONS = {
 class Engine:
     """A vLLM engine in this process, or split between `tp` neighboring ranks of a node.
 
-    Call `init_distributed` first; all ranks build their engines together. quantization
-    "fp8_per_channel" is vLLM's own, for the weights and activations of linear layers;
-    every `load_weights` quantizes anew. load_format "hf" reads the files that
-    support/models.py has checked. "dummy" starts with random weights, so that a weight
-    that `load_weights` never brings is noticed at once. max_model_len is in tokens,
-    kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused if the KV
-    cache is too small for one response, or if weights and cache exceed the free memory.
+    Call `init_distributed` first; all ranks build their engines together. With
+    quantization "fp8_per_channel", vLLM quantizes the weights and activations of linear
+    layers, and does so anew in every `load_weights`. load_format "hf" reads the files
+    that support/models.py has checked. "dummy" starts with random weights, so that a
+    weight that `load_weights` never brings is noticed at once. max_model_len is in
+    tokens, kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused if
+    the KV cache is too small for one response, or if weights and cache exceed the free
+    memory.
     """
 
     asleep = False
@@ -197,8 +198,8 @@ class Engine:
     def as_current(self) -> Any:
         """Return a context in which the policy of the same model can be built.
 
-        If vLLM has no code of its own for a model, it uses the class of transformers,
-        which it decorates for its compiler. The class then asks for vLLM's config.
+        If vLLM has no code of its own for a model, it uses the class of transformers
+        and decorates it for vLLM's compiler. The class then asks for vLLM's config.
         """
         from vllm.config import set_current_vllm_config
 
@@ -211,7 +212,7 @@ class Engine:
         seeds: list[int],
         **sampling: Any,
     ) -> Rollouts:
-        """Sample n responses to each prompt (token ids), which are then neighbors.
+        """Sample n responses to each prompt (token ids); they are adjacent rows.
 
         Response j to prompt i has noise seed seeds[i] + j. `sampling` has further
         fields of vLLM's SamplingParams: temperature (0: greedy), top_p, top_k,
@@ -332,7 +333,7 @@ class Engine:
             self.llm.sleep(level=2)
 
     def wake_up(self) -> None:
-        """Take the memory back. The weights are undefined until load_weights.
+        """Take back the memory of `sleep`. Weights are undefined until load_weights.
 
         Raises Stopped if the GPU has too little free memory.
         """

@@ -206,7 +206,7 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     groups = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problem_indices(cfg.seed, len(train.prompts), groups)
-    # Evaluations have noise seed 0, so that of the rollouts starts at 1.
+    # Evaluations use seed 0 for their noise, so the rollouts use 1 or more.
     seeds = [noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -245,7 +245,7 @@ def find_objective(
         tensors = (torch.zeros(1, 2) for _ in range(4))
         loss = copy.deepcopy(objective)(*tensors, 1.0, **hyper_parameters)  # [1, 2]
         loss[torch.ones(1, 2).bool()].sum()
-    except Exception as error:  # a module of the user's may raise any exception
+    except Exception as error:  # the user's module may raise any
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
             f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
@@ -254,10 +254,9 @@ def find_objective(
 
 
 class Run:
-    """What main needs, checked and built.
+    """Holds what main needs: data, engines, policy, optimizer, log and queue.
 
-    These are the data, the engines, the policy, the optimizer, the log and, with
-    --resume, the state of the newest checkpoint.
+    With --resume they have the state of the newest checkpoint.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -288,7 +287,7 @@ class Run:
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # The last step that is done, its metrics without its evaluation, and the
+        # The last step that was completed, its metrics without its evaluation, and the
         # rollout batches that were sampled ahead.
         self.step, self.metrics, queue = load_checkpoint(
             self.out, self.policy, self.optimizer
@@ -333,7 +332,7 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     """Build the engine that samples rollouts and the engine that evaluates.
 
     They are one engine, unless rollouts are in fp8. Then a second engine evaluates, in
-    rollout_dtype and without fp8, so that the accuracy is that of the policy. vLLM
+    rollout_dtype and without fp8, so that the accuracy is the policy's. vLLM
     allows only one engine of a process to sleep, so the second one stays awake. In vLLM
     the two share a table of positions, so the second may sample only while the first is
     awake.
@@ -360,11 +359,11 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
 
 
 def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
-    """Save the model if this is the last step; evaluate it if an evaluation is due.
+    """Save the model after the last step; evaluate the policy if that is due.
 
-    Returns the held-out accuracies, or nothing. The model is saved first, because an
-    evaluation may fail. A resumed run begins with this call, for the step of its
-    checkpoint. A collective.
+    Returns the held-out accuracies, or {} without an evaluation. The model is saved
+    first, because an evaluation may fail. A resumed run begins with this call, for the
+    step of its checkpoint. A collective.
     """
     policy = run.policy
     if step == cfg.steps:
@@ -398,7 +397,7 @@ def is_due(every: int, step: int, cfg: Config) -> bool:
 def problem_indices(seed: int, problem_count: int, groups: Iterable[int]) -> list[int]:
     """Return the index of the problem of each of these groups.
 
-    Groups are numbered from the start of the run. Each epoch has an order of its own.
+    Groups are numbered from the start of the run. Each epoch has its own order.
     """
     shuffled = {}
     for epoch in {group // problem_count for group in groups}:
@@ -428,7 +427,7 @@ def micro_batches(
 
 
 def max_micro_batch_tokens(cfg: Config, model_config: Any) -> int:
-    """Return cfg.micro_batch_tokens, or on a CPU less if activations need much memory.
+    """Return cfg.micro_batch_tokens, lowered on a CPU if activations are too large.
 
     On a CPU smaller micro-batches take no longer.
     """

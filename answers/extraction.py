@@ -48,8 +48,8 @@ THOUGHT_TAG = re.compile(
         | Here(?:\sis|'s)\smy\sthought\sprocess:
     )"""
 )
-# Control tokens, as <|im_end|>, <｜end▁of▁sentence｜>, <turn|> or </s>, and the tags
-# around an answer, neither of which belong to the answer.
+# Control tokens such as <|im_end|>, <｜end▁of▁sentence｜>, <turn|> and </s>, and tags
+# around an answer. None of them belongs to the answer.
 CONTROL_TOKEN = re.compile(
     r"(?i)<[|｜][^<>\s]*>|<\w+[|｜]>|"
     r"</?(?:s|bos|eos|pad|end_of_turn|answer|response|output|solution)>"
@@ -63,9 +63,9 @@ def last_thought_tag(text: str) -> re.Match | None:
 
 
 def without_thoughts(response: str) -> str:
-    """Return what follows the thoughts, without control tokens.
+    """Return the text after the thoughts, without control tokens.
 
-    It is "" if the last thought has not ended, because nothing is an answer yet.
+    The result is "" if the last thought has not ended: there is no answer yet.
     """
     tag = last_thought_tag(response)
     if tag and tag["begin"]:

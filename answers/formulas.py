@@ -37,7 +37,7 @@ class Parser(_Latex2Sympy):
     """latex2sympy with two corrections."""
 
     def parse_number(self, text: str) -> sympy.Rational:
-        """Return exactly 25/100 for 0.25."""
+        """Return a decimal as an exact fraction: 25/100 for 0.25."""
         return sympy.Rational(text)
 
     def convert_postfix_list(self, factors: list[Any], _: int = 0) -> Any:
@@ -139,7 +139,7 @@ def value_of(formula: Any) -> Any:
     if not isinstance(formula, sympy.Eq):
         return formula
     left, right = formula.args
-    # AmBC is how m\angle ABC is parsed, and 1/f(3) how f^{-1}(3) is.
+    # m\angle ABC is parsed as AmBC, and f^{-1}(3) as 1/f(3).
     is_name = re.fullmatch(r"[A-Z](\*[A-Zm])+|1/\w\(.*\)", str(left))
     is_sum = all(term.is_Symbol for term in sympy.Add.make_args(left))
     # Somebody who writes (y, x) = (1, 2) does not mean the pair (1, 2).
@@ -152,7 +152,7 @@ def value_of(formula: Any) -> Any:
 
 
 def is_zero(term: sympy.Expr) -> bool:
-    """Return whether a term is 0: a number is if it is small beside its summands."""
+    """Return whether a term is 0. A number is if its summands are far larger."""
     term = term.subs(sympy.Symbol("i", real=True), sympy.I).doit()
     if term.free_symbols:
         term = sympy.simplify(term)

@@ -25,15 +25,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 3.0  # seconds of CPU time; an honest pair usually needs 0.08 and at most 0.8
+LIMIT = 3.0  # seconds of CPU time; an ordinary pair needs about 0.08 and at most 0.8
 MEMORY = 2**29  # bytes of address space, an eighth of which the judge itself takes
 WORKERS = 4  # children that run at once
 
 # The exit codes of a child that ends in an orderly way. Python's own are 0, 1 and 2.
 EQUAL = 10
 UNEQUAL = 11
-# How a child may end, with the verdict. The signals are those of the limits: of the
-# timer, of the stack and of memory.
+# The verdict for each way in which a child may end. The three signals come from the
+# limits on CPU time, on the stack and on memory.
 VERDICTS = {
     EQUAL: True,
     UNEQUAL: False,
@@ -51,7 +51,7 @@ EQUAL_PAIRS = [
 
 
 def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
-    """Return for each pair of a gold answer and an answer in LaTeX if they are equal.
+    """Return whether the LaTeX formulas are equal, for each (gold answer, answer).
 
     Raises RuntimeError, with one sentence, if the judge cannot work on this machine.
     """
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def compare_all(pairs: list[list[str]]) -> list[bool]:
-    """Return for each [gold, answer] whether they are equal, each by its own child."""
+    """Compare each [gold, answer] in a child of its own; return the verdicts."""
     verdicts = [False] * len(pairs)
     waiting = list(enumerate(pairs))
     running = {}  # process id: index of its pair
@@ -124,7 +124,7 @@ def end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, however that happens."""
     pr_set_pdeathsig = 1  # from linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before that
+    if os.getppid() != parent:  # the parent had already ended
         os._exit(1)
 
 

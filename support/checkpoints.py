@@ -39,7 +39,7 @@ from support.machine import bfloat16_is_slow
 from support.models import COMPANIONS
 
 NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
-CHECKPOINTS_OF_A_RUN = 2  # the newest; older ones are deleted
+CHECKPOINTS_OF_A_RUN = 2  # Only the newest are kept.
 
 
 def checkpoints(out: Path) -> dict[int, Path]:
@@ -70,7 +70,7 @@ def check_out_dir(cfg: Config) -> None:
             f"--resume: the run in out_dir {out} has ended, and has no checkpoint to "
             "continue from: choose another folder"
         )
-    # A kill in the first moment leaves an empty config.json.
+    # A run that is killed in its first moment leaves an empty config.json.
     files = [out / name for name in ("config.json", *ROW_FILES)]
     if not done and not any(file.exists() and file.stat().st_size for file in files):
         return
@@ -156,7 +156,7 @@ def changed_fields(cfg: Config, out: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def make_out_dir(cfg: Config) -> Path:
-    """Create the run's folder and say what starts or continues there. A collective.
+    """Create the run's folder and print what starts or continues. A collective.
 
     Raises Refused, on all ranks, if a node does not see the folder.
     """
@@ -215,7 +215,7 @@ def take_folder(out: Path, cfg: Flags) -> None:
         if not checkpoints(out):
             for name in ROW_FILES:
                 (out / name).unlink(missing_ok=True)
-            # Opening the file a second time would end the lock when that is closed.
+            # If the file were opened a second time, closing it would end the lock.
             os.truncate(file, 0)
             os.write(file, json.dumps(config_of(cfg), indent=1).encode())
     except OSError as error:
@@ -337,9 +337,9 @@ def publish(unfinished: Path, folder: Path) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the reason of an error.
+    """Return the last line of an error's message, which gives the reason.
 
-    A CheckpointException has the tracebacks of the ranks in the lines before.
+    In a CheckpointException, the lines before it are the tracebacks of the ranks.
     """
     return (str(error).strip() or repr(error)).splitlines()[-1]
 
@@ -352,8 +352,8 @@ def save_model(
     `weights` are those of policy.full_weights, which rank 0 collects in main memory.
     They are stored in the dtype of the model's config, and a tied head once. All other
     files, such as config.json and the tokenizer's, are copies of those in the folder
-    that the model was built from, so any version that reads that folder reads this one.
-    A collective. Raises Stopped if the folder cannot be written.
+    that the model was built from, so any version that can read that folder can read
+    this one. A collective. Raises Stopped if the folder cannot be written.
     """
     stored = {}
     for name, weight in weights:

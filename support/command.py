@@ -30,7 +30,7 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
 Number = Annotated[float, Field(allow_inf_nan=False)]
-# A number if the text is one, else the text.
+# A number if the text can be read as one, else the text.
 NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
 
 
@@ -89,7 +89,7 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
 def refuse_wrong_flags(kind: type[Flags]) -> None:
     """Print --help or refuse a wrong command line, and in either case end the process.
 
-    For the top of a script whose imports take seconds.
+    Scripts whose imports take seconds call this before them.
     """
     try:
         parse_flags(kind)
@@ -114,7 +114,7 @@ def read_recipe(path: str) -> dict[str, Any]:
             f"--config {path} is not a YAML file of fields: {one_line(error)}"
         ) from None
     if "ranks" in fields:
-        # It is the config.json of a run, which is repeated in a folder of its own.
+        # This is the config.json of a run; the new run gets its own folder.
         for name in ("environment", "commits", "ranks", "out_dir"):
             fields.pop(name, None)
     return {str(name): value for name, value in fields.items()}

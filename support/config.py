@@ -1,7 +1,7 @@
 """The fields of a training run and of an evaluation, and the rules between them.
 
 Every field is a flag of train.py or eval.py and a key of --config FILE.yaml. The text
-below a field is its sentence in --help. Importing this file does not import torch, so
+below a field describes it in --help. Importing this file does not import torch, so
 that --help and the refusal of a wrong flag take no time.
 """
 
@@ -22,8 +22,8 @@ from support.command import (
     Temperature,
 )
 
-# Fields that a resumed run may change because they do not affect what it learns. (The
-# number of `steps` does with a lag: no batch is sampled for a step after the last.)
+# Fields that a resumed run may change because they do not affect what it learns. With a
+# lag, `steps` does affect it: no batch is sampled for a step after the last.
 NEUTRAL_FIELDS = {
     *("out_dir", "eval_every", "save_every", "resume", "verbose"),
     *("environment", "commits"),
@@ -141,7 +141,7 @@ class Config(SharedConfig):
     eval_problems: Count = 512
     """how many held-out problems to evaluate on; 0: all"""
     save_every: Count = 0
-    """write a checkpoint after every so many steps and after the last; 0: none"""
+    """write a checkpoint after every so many steps and after the last; 0: never"""
     resume: bool = False
     """continue from the newest checkpoint in out_dir; without one, start from step 1"""
 

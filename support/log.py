@@ -1,16 +1,16 @@
-"""Writes what a run does: a line of metrics per step, and a table and a figure at its
-end.
+"""Writes a run's metrics: a line for each step, and a table and a figure at the end.
 
 Rank 0 writes metrics.jsonl. These metrics describe the step's rollout batch, over all
 ranks:
 
-    weight_version       the weights that sampled the batch: those after this step
+    weight_version       the step after which the weights that sampled the batch were
+                         synced
     reward               mean reward
     groups_with_signal   share of the groups whose rewards are not all equal
     response_tokens      mean length, including the end of sequence
     truncated            share of the responses that max_response_tokens cut
     unmarked             share of the responses without the \\boxed{} or #### in which
-                         the task's verifier looks for an answer; 0 if it looks for none
+                         the task's verifier expects the answer; 0 if it expects none
     entropy              entropy of pi_b in nats per token, estimated from its samples:
                          the mean of -log pi_b
 
@@ -77,7 +77,7 @@ class Log:
     dataset: Any = None  # the support.tasks.Dataset trained on, for metrics_of
 
     def __post_init__(self) -> None:
-        """Continue the files of a run, without its rows of steps that are not done."""
+        """Delete the rows of steps that a resumed run has to repeat."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.start = self.start_of_steps = self.start_of_step = time.perf_counter()
         if self.done > 0 and dist.get_rank() == 0:
@@ -202,12 +202,12 @@ class Log:
 
 
 def is_unmarked(dataset: Any, text: str) -> bool:
-    """Return whether a response has no answer where the task's verifier looks for one.
+    """Return whether a response lacks the marked answer that the verifier expects.
 
     `dataset` is a support.tasks.Dataset.
     """
     if dataset.verifier not in ("gsm8k", "math"):
-        return False  # It looks at the whole response.
+        return False  # Other verifiers look at the whole response.
     return not final_answer(without_thoughts(dataset.opened + text))
 
 

@@ -19,8 +19,8 @@ SINGLE_RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-# In these, torchrun, srun, Open MPI's mpirun and MPICH's mpirun tell a process how many
-# of its kind they have started.
+# The variables in which torchrun, srun, Open MPI's mpirun and MPICH's mpirun tell a
+# process how many processes they have started.
 PROCESS_COUNTS = (
     "WORLD_SIZE",
     "SLURM_STEP_NUM_TASKS",
@@ -84,7 +84,7 @@ def init_distributed() -> dist.DeviceMesh:
 def choose_interface(master: str) -> None:
     """Make gloo and NCCL use the network interface that leads to the first node.
 
-    Left alone, gloo takes the address of this host's name, which is 127.0.1.1 on Debian
+    By default, gloo takes the address of this host's name, which is 127.0.1.1 on Debian
     and Ubuntu, and NCCL takes one of the interfaces that are up. Variables that the
     user has set are respected. Raises Refused if the other nodes could not reach this
     one.
@@ -142,8 +142,8 @@ def bfloat16_is_slow() -> bool:
     """Return whether this is a CPU without bfloat16 instructions.
 
     A CPU that has them (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of the
-    time that float32 takes. Any other multiplies bfloat16 in a plain loop: it takes
-    twice as long, and for fp8 it has taken 20 times as long.
+    time that float32 takes. Any other CPU multiplies bfloat16 in a plain loop, which
+    takes twice as long as float32, and with fp8 it took 20 times as long.
     """
     on_cpu = not torch.cuda.is_available()
     return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -32,9 +32,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints hold this buffer, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
 MAX_ACTIVATION_BYTES = 2 * 2**30  # on a CPU
-# Config fields that change the forward pass, but not alike in vLLM and transformers, as
-# tests/config_fields.py shows. They are refused, by type, unless they have the default
-# of the type.
+# By type, the config fields that change the forward pass differently in vLLM and in
+# transformers, as tests/config_fields.py shows. A model is refused unless these fields
+# have the defaults of its type.
 DEFAULT_ONLY = {
     "llama": "hidden_act",
     "mistral": "hidden_act",
@@ -106,7 +106,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     model's heads, or if policy.py cannot train it.
     """
     folder = model_folder(model)
-    is_run = Path(folder, "metrics.jsonl").exists()  # whose config.json holds its flags
+    # The config.json of a run holds its flags.
+    is_run = Path(folder, "metrics.jsonl").exists()
     if is_run or not Path(folder, "config.json").is_file():
         raise Refused(
             f"{model} is not a model folder, because it has no config.json of a model: "
@@ -116,8 +117,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     try:
         # A model folder is data: code that comes with it is never run.
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # Mistral's own tokenizer format has no chat template, so that its models would
-        # pass for base models.
+        # Mistral's own tokenizer format has no chat template, so its models would be
+        # taken for base models.
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, mistral_format=False
         )
@@ -128,7 +129,7 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     if to_train:
         check_trainable(model, config)
     check_heads(model, text_config, tp)
-    # Other added tokens may have no embedding, as those for images in Gemma 3.
+    # Other added tokens may lack an embedding, like those for images in Gemma 3.
     added = tokenizer.get_added_vocab().items()
     in_template = [n for token, n in added if token in str(tokenizer.chat_template)]
     highest = max([tokenizer.vocab_size - 1, *in_template])
@@ -284,7 +285,7 @@ def turn_end_tokens(tokenizer: Any) -> list[int]:
 
 
 def activation_bytes(config: Any, element: int) -> int:
-    """Return the bytes that all layers keep of a token for the backward pass.
+    """Return the bytes that all layers keep for the backward pass, per token.
 
     `element` is the size of an activation in bytes. Each of two RMS norms keeps a
     float32 input, a normalized and a weighted output. Attention keeps q, k, v and its

@@ -33,7 +33,7 @@ class Task:
     # How reward.score compares. A verifier of the user's own is named on the command
     # line only: a folder of data must not run code.
     verifier: Literal["exact", "gsm8k", "math"] = "math"
-    # What stands before each problem in its prompt; None for nothing.
+    # The text before each problem in its prompt, or None.
     instruction: str | None = (
         "Reason step by step and put the final answer in \\boxed{}."
     )
