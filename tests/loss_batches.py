@@ -1,4 +1,4 @@
-"""Batches for the tests of losses, and how a loss and the oracle are run on them."""
+"""Batches for the tests of losses, and functions that run a loss and the oracle."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -8,17 +8,17 @@ from loss_oracle import LOSSES, Token
 from torch import Tensor
 
 F64 = torch.float64
-# float32 has 7 digits; a log-ratio of -3 less -3 keeps about 6 of them.
+# float32 has 7 digits. The difference of two log-probabilities keeps about 6 of them.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class Batch(NamedTuple):
-    """What the trainer has for an objective, [N, T] each. Padding is 0."""
+    """The arguments of an objective and the mask, [N, T] each. Padding is 0."""
 
     logp: Tensor  # log pi_theta
     logp_behavior: Tensor  # log pi_b
     advantage: Tensor
-    kl: Tensor  # any numbers, without a connection to the ratios
+    kl: Tensor  # any numbers; they do not depend on the ratios
     mask: Tensor  # bool
 
     @property
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one backward pass gives: float64, without graph."""
+    """The loss of a batch and its gradients: float64, without a graph."""
 
     value: Tensor  # []
     to_logp: Tensor  # [N, T], the gradient with respect to logp
@@ -40,9 +40,9 @@ class Outcome(NamedTuple):
 def make_batch(
     seed: int = 0, *, spread: float = 0.6, dtype: torch.dtype = F64
 ) -> Batch:
-    """8 responses of 1 to 7 tokens; `spread` is the deviation of log rho.
+    """Return 8 responses of 1 to 7 tokens; `spread` is the deviation of log rho.
 
-    All tokens of a response have one advantage, and the third response has 0.
+    All tokens of a response have the same advantage; in the third response it is 0.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (8, 7)
@@ -59,9 +59,9 @@ def make_batch(
 
 
 def batches(dtype: torch.dtype) -> Iterator[Batch]:
-    """Nearly fresh ones to stale ones, and then a token of 80 nats in either direction.
+    """Yield batches from nearly fresh to stale, then some with a token 80 nats off.
 
-    In float32, too, e^80 can be had, and its square cannot.
+    float32 can represent e^80 but not its square.
     """
     for seed, spread in enumerate((0.02, 0.3, 0.6, 1.5)):
         yield make_batch(seed, spread=spread, dtype=dtype)
@@ -75,7 +75,7 @@ def batches(dtype: torch.dtype) -> Iterator[Batch]:
 
 
 def one_token_each(ratios: list[float], advantage: float = 1.0) -> Batch:
-    """A response of one token for each ratio rho, with pi_b = 0.2 and a KL of 0."""
+    """Return a response of one token for each ratio, with pi_b = 0.2 and a KL of 0."""
     ratio = torch.tensor(ratios, dtype=F64)[:, None]
     behavior = torch.full_like(ratio, 0.2).log()
     return Batch(
@@ -94,9 +94,9 @@ def run(
     token_count: int | None = None,
     **hyper_parameters: float,
 ) -> Outcome:
-    """The loss of a batch and its gradients, as `update` of train.py has them.
+    """Return the loss of a batch and its gradients, as `update` in train.py does.
 
-    `token_count` is |B| where these responses are only a part of B.
+    `token_count` is |B| if these responses are only one micro-batch of B.
     """
     logp = batch.logp.clone().requires_grad_()
     kl = batch.kl.clone().requires_grad_()
@@ -112,7 +112,7 @@ def run(
 
 
 def expected(name: str, batch: Batch, e_b: float, **hyper_parameters: float) -> Outcome:
-    """The same by the oracle, on the very numbers that the dtype of the batch holds."""
+    """Return the same by the oracle, from the numbers that the batch's dtype holds."""
     mask = batch.mask
     response = mask.nonzero()[:, 0].tolist()
     numbers = [tensor[mask].tolist() for tensor in batch[:4]]
@@ -127,10 +127,9 @@ def expected(name: str, batch: Batch, e_b: float, **hyper_parameters: float) -> 
 def assert_close(
     found: Tensor | float, right: Tensor | float | list, tolerance: float = 1e-6
 ) -> None:
-    """Equal within `tolerance` of the largest right value.
+    """Assert that values differ by at most `tolerance` times the largest right value.
 
-    What is not finite is never equal to anything, and where all is 0 nothing but
-    rounding, 1e-15, is allowed.
+    All values must be finite. If all right values are 0, only 1e-15 is allowed.
     """
     found = torch.as_tensor(found, dtype=F64)
     right = torch.as_tensor(right, dtype=F64)
@@ -143,6 +142,6 @@ def assert_close(
 def assert_same_outcome(
     found: Outcome, right: Outcome, tolerance: float = 1e-6
 ) -> None:
-    """Value and gradients agree within `tolerance`."""
+    """Assert that value and gradients agree within `tolerance`."""
     for ours, theirs in zip(found, right, strict=True):
         assert_close(ours, theirs, tolerance)

@@ -1,17 +1,18 @@
-"""What the losses and the divergence should be, in plain Python: floats, loops, `math`.
+"""Compute the losses and the divergence in plain Python: floats, loops and `math`.
 
-Values are worked out one token at a time, and gradients are derived by hand. Nothing
-here is taken from loss.py or tools/objectives.py, and torch is not imported, so a
-mistake would have to be made twice to go unnoticed.
+Values are computed one token at a time, and gradients are derived by hand. Nothing here
+is imported from loss.py or tools/objectives.py, and torch is not used, so a mistake
+would have to be made twice to go unnoticed.
 """
 
 import math
 from collections.abc import Callable
+from statistics import fmean
 from typing import NamedTuple
 
 
 class Token(NamedTuple):
-    """A token of a response, and all that an objective may look at."""
+    """A token of a response, with everything that an objective may use."""
 
     response: int
     logp: float
@@ -29,7 +30,9 @@ class Token(NamedTuple):
 
 
 class Term(NamedTuple):
-    """The loss of a token, and the derivatives of the sum of all losses."""
+    """The loss of a token, and the derivatives of the sum of all losses with respect
+    to its log pi_theta and to its KL.
+    """
 
     value: float
     to_logp: float
@@ -40,31 +43,32 @@ class Term(NamedTuple):
 
 
 def effective_sample_size(log_ratios: list[float]) -> float:
-    """mean(rho)^2 / mean(rho^2). Divided by the largest, no ratio overflows."""
+    """Return mean(rho)^2 / mean(rho^2).
+
+    All ratios are divided by the largest, so that none overflows.
+    """
     largest = max(log_ratios)
     ratios = [math.exp(log_ratio - largest) for log_ratio in log_ratios]
-    mean = math.fsum(ratios) / len(ratios)
-    mean_square = math.fsum(ratio**2 for ratio in ratios) / len(ratios)
-    return mean**2 / mean_square
+    return fmean(ratios) ** 2 / fmean(ratio**2 for ratio in ratios)
 
 
 def in_bucket(p: list[float], listed: int) -> list[float]:
-    """The probabilities of the first `listed` tokens, and of all others together."""
+    """Return the probabilities of the first `listed` tokens and that of the bucket."""
     return [*p[:listed], math.fsum(p[listed:])] if listed < len(p) else p
 
 
 def divergence(p: list[float], b: list[float], listed: int) -> float:
-    """KL(p || b) over the first `listed` tokens and one bucket for all others."""
+    """Return KL(p || b) over the first `listed` tokens and a bucket for all others."""
     pairs = zip(in_bucket(p, listed), in_bucket(b, listed), strict=True)
     return math.fsum(p * math.log(p / b) for p, b in pairs)
 
 
 def divergence_gradient(p: list[float], b: list[float], listed: int) -> list[float]:
-    """The gradient of `divergence` with respect to the logits of p = softmax(logits).
+    """Return the gradient of `divergence` to the logits of p = softmax(logits).
 
     d p_u / d logit_v = p_u (1[u = v] - p_v), and the derivative of p log(p / b) with
     respect to p is log(p / b) + 1. The sum over u is p_v (log(p_v / b_v) - KL) for a
-    listed v. A token of the bucket has the bucket's ratio in place of its own.
+    listed v. A token in the bucket has the ratio of the bucket instead of its own.
     """
     kl = divergence(p, b, listed)
     p_outcomes, b_outcomes = in_bucket(p, listed), in_bucket(b, listed)
@@ -76,11 +80,11 @@ def divergence_gradient(p: list[float], b: list[float], listed: int) -> list[flo
     return gradient
 
 
-# The objectives: a term for each token of a batch
+# Objectives that need the whole batch. They return a term for each of its tokens.
 
 
 def p3o(tokens: list[Token], e_b: float) -> list[Term]:
-    """Equation (12) of arXiv 2605.12380."""
+    """Return the terms of P3O: arXiv 2605.12380, equation 12."""
     terms = []
     for token in tokens:
         weight = min(token.ratio, e_b) * token.advantage
@@ -90,7 +94,7 @@ def p3o(tokens: list[Token], e_b: float) -> list[Term]:
 
 
 def pessimistic(ratio: float, advantage: float, low: float, high: float) -> Term:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A).
+    """Return -min(ratio A, clip(ratio, 1 - low, 1 + high) A).
 
     The derivative is with respect to the logarithm of the ratio.
     """
@@ -104,24 +108,26 @@ def pessimistic(ratio: float, advantage: float, low: float, high: float) -> Term
 def gspo(
     tokens: list[Token], e_b: float, *, eps_low: float = 3e-4, eps_high: float = 4e-4
 ) -> list[Term]:
-    """arXiv 2507.18071, equations 5 and 7, as a mean over tokens.
+    """Return the terms of GSPO: arXiv 2507.18071, equations 5 and 7, over all tokens.
 
-    A log rho moves the ratio of its response by 1 / length, and that ratio is in the
-    losses of `length` tokens: the derivative is that of a single loss.
+    A log rho changes the log ratio of its response by 1 / length, and that ratio occurs
+    in the losses of `length` tokens, so the derivative is that of a single loss.
     """
     responses: dict[int, list[float]] = {}
     for token in tokens:
         responses.setdefault(token.response, []).append(token.log_ratio)
     terms = []
     for token in tokens:
-        log_ratios = responses[token.response]
-        ratio = math.exp(math.fsum(log_ratios) / len(log_ratios))
+        ratio = math.exp(fmean(responses[token.response]))
         terms.append(pessimistic(ratio, token.advantage, eps_low, eps_high))
     return terms
 
 
 def m2po(tokens: list[Token], e_b: float, *, tau: float = 0.04) -> list[Term]:
-    """arXiv 2510.01161, Algorithm 1: the farthest moved token goes, one at a time."""
+    """Return the terms of M2PO: arXiv 2510.01161, Algorithm 1.
+
+    The token that has moved farthest is dropped, one at a time.
+    """
     left = [token for token in tokens if token.advantage * token.log_ratio > 0]
     left.sort(key=lambda token: abs(token.log_ratio))
     dropped = []
@@ -136,7 +142,10 @@ def m2po(tokens: list[Token], e_b: float, *, tau: float = 0.04) -> list[Term]:
 def bapo(
     tokens: list[Token], e_b: float, *, target: float = 0.5, high_max: float = 3.0
 ) -> list[Term]:
-    """arXiv 2510.18927: the first pair of bounds that meets the target, or the last."""
+    """Return the terms of BAPO (arXiv 2510.18927).
+
+    The bounds are the first pair that meets the target, or else the last pair.
+    """
     pairs = [(60 + 5 * i, 120) for i in range(7)]
     pairs += [(90, high) for high in range(130, round(100 * high_max) + 1, 10)]
     for low, high in pairs:
@@ -149,39 +158,39 @@ def bapo(
     return [dapo(token, 1 - low / 100, high / 100 - 1) for token in tokens]
 
 
-# Of a single token
+# Objectives that treat each token by itself
 
 
 def reinforce(token: Token) -> Term:
-    """-A log pi_theta (Williams 1992)."""
+    """Return -A log pi_theta (Williams 1992)."""
     return Term(-token.advantage * token.logp, -token.advantage)
 
 
 def dapo(token: Token, eps_low: float = 0.2, eps_high: float = 0.28) -> Term:
-    """arXiv 2503.14476, equation 8."""
+    """Return the term of arXiv 2503.14476, equation 8."""
     return pessimistic(token.ratio, token.advantage, eps_low, eps_high)
 
 
 def grpo(token: Token, eps: float = 0.2) -> Term:
-    """arXiv 1707.06347, equation 7, as a mean over tokens."""
+    """Return the term of arXiv 1707.06347, equation 7."""
     return dapo(token, eps, eps)
 
 
 def tis(token: Token, C: float = 2.0) -> Term:
-    """arXiv 1802.01561: a score function with a truncated ratio as its weight."""
+    """Return a score function weighted by a truncated ratio (arXiv 1802.01561)."""
     weight = min(token.ratio, C) * token.advantage
     return Term(-weight * token.logp, -weight)
 
 
 def cispo(token: Token, eps_high: float = 4.0) -> Term:
-    """arXiv 2506.13585, equations 4 and 5, without a lower bound."""
+    """Return the term of arXiv 2506.13585, equations 4 and 5, without a lower bound."""
     return tis(token, 1 + eps_high)
 
 
 def a3po(token: Token, alpha: float = 0.5, eps: float = 0.4, cap: float = 5.0) -> Term:
-    """PPO's clipped loss in rho^(1 - alpha), times rho^alpha where that is at most cap.
+    """Return PPO's clipped loss in rho^(1 - alpha) times rho^alpha, which is detached.
 
-    The second factor is a constant of the gradient.
+    A token whose rho^alpha exceeds the cap is dropped.
     """
     weight = token.ratio**alpha
     value, slope, _ = pessimistic(token.ratio / weight, token.advantage, eps, eps)
@@ -189,40 +198,35 @@ def a3po(token: Token, alpha: float = 0.5, eps: float = 0.4, cap: float = 5.0) -
 
 
 def asymre(token: Token, delta: float = -0.1) -> Term:
-    """arXiv 2506.20520: REINFORCE with a baseline that is lower by -delta."""
+    """Return REINFORCE with a baseline lowered by -delta (arXiv 2506.20520)."""
     return Term((delta - token.advantage) * token.logp, delta - token.advantage)
 
 
 def rec(token: Token, eps: float = 0.2) -> Term:
-    """arXiv 2509.24203: REINFORCE where GRPO has a gradient."""
+    """Return REINFORCE on tokens for which GRPO has a gradient (arXiv 2509.24203)."""
     inside = token.advantage * token.log_ratio <= 0 or abs(token.ratio - 1) <= eps
     return Term(-token.advantage * token.logp * inside, -token.advantage * inside)
 
 
 def opmd(token: Token, tau: float = 0.2) -> Term:
-    """arXiv 2501.12599, token by token: REINFORCE and a square around pi_b."""
+    """Return REINFORCE plus a squared distance to pi_b (arXiv 2501.12599)."""
     value = -token.advantage * token.logp + tau / 2 * token.log_ratio**2
     return Term(value, tau * token.log_ratio - token.advantage)
 
 
 def sapo(token: Token, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Term:
-    """arXiv 2511.20347: the derivative of a sigmoid s is s (1 - s)."""
+    """Return the term of arXiv 2511.20347. A sigmoid s has the derivative s (1 - s)."""
     tau = tau_pos if token.advantage > 0 else tau_neg
     gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
     slope = 4 * gate * (1 - gate) * token.ratio
     return Term(-4 / tau * gate * token.advantage, -slope * token.advantage)
 
 
-def of_each(term_of: Callable[..., Term]) -> Callable[..., list[Term]]:
-    """The terms of all tokens, by a function of a single one."""
-    return lambda tokens, e_b, **options: [term_of(each, **options) for each in tokens]
+def for_each_token(function: Callable[..., Term]) -> Callable[..., list[Term]]:
+    """Return an objective of a batch that applies `function` to each token."""
+    return lambda tokens, e_b, **options: [function(each, **options) for each in tokens]
 
 
-OF_A_TOKEN = (reinforce, grpo, dapo, cispo, tis, a3po, asymre, rec, opmd, sapo)
-LOSSES: dict[str, Callable[..., list[Term]]] = {
-    "p3o": p3o,
-    "gspo": gspo,
-    "m2po": m2po,
-    "bapo": bapo,
-    **{each.__name__: of_each(each) for each in OF_A_TOKEN},
-}
+LOSSES = {each.__name__: each for each in (p3o, gspo, m2po, bapo)}
+for each in (reinforce, grpo, dapo, cispo, tis, a3po, asymre, rec, opmd, sapo):
+    LOSSES[each.__name__] = for_each_token(each)
