@@ -155,9 +155,9 @@ def build_engine(group):
     """
     from rollout import Engine
 
-    def build(model="tiny", dtype="float32", **options):
+    def build(model="tiny", max_model_len=128, **options):
         options.setdefault("kv_cache_gb", CACHE_GB)
-        engine = Engine(str(model), 128, dtype=dtype, **options)
+        engine = Engine(str(model), max_model_len, **options)
         KEPT.append(engine)
         return engine
 
@@ -181,13 +181,13 @@ def policy(engine):
 
 
 def add_noise(model, scale):
-    """Something like an update: normal noise of this deviation on every weight."""
+    """Imitate an update: add normal noise of this deviation to every weight."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            # Under FSDP a weight is a DTensor, of which one rank has all.
+            # Under FSDP a weight is a DTensor; the only rank has all of it.
             whole = getattr(weight, "to_local", lambda weight=weight: weight)()
             whole.add_(scale * torch.randn(weight.shape, generator=generator))
 

@@ -1,11 +1,11 @@
-"""`update` of train.py on one stale batch, and what leaves the policy, on N ranks.
+"""Run `update` of train.py on one stale batch on N ranks, and save the weights.
 
     torchrun --nproc-per-node N tests/gradient_on_ranks.py FOLDER
 
-FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its groups of it, as
-the trainer deals them. Rank 0 writes ranks-N.pt, with all that N ranks found, and all
-ranks write saved/, the model as the trainer saves it. test_train.py compares this
-with plain autograd on the whole batch.
+FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its own groups, as in
+the trainer. Rank 0 writes the results to ranks-N.pt, and all ranks write saved/, the
+model as the trainer saves it. test_train.py compares the results with plain autograd on
+the whole batch.
 """
 
 import os
@@ -36,9 +36,9 @@ def gradient_of(
     objective: Callable = p3o,
     **settings: Any,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The gradient that `update` hands to the optimizer, and its statistics.
+    """Return the gradient that `update` hands to the optimizer, and its statistics.
 
-    The gradient is of all weights, as one vector. The weights stay as they are.
+    The gradient of all weights is one vector. The weights do not change.
     """
     found = []
 
@@ -50,14 +50,14 @@ def gradient_of(
     optimizer.register_step_pre_hook(record)
     cfg = Config(**{"max_grad_norm": 1e9} | settings)
     rows = torch.arange(len(rollouts.text))
-    policy.zero_grad()  # of an update that was stopped
+    policy.zero_grad()  # An earlier update may have been stopped.
     stats = update(policy, optimizer, objective, rollouts, rows, cfg, step=7)
     [gradient] = found
     return gradient, stats
 
 
 def with_nan(rollouts: Rollouts, name: str) -> Rollouts:
-    """The batch with one number of a response token that is not finite."""
+    """Return the batch with a NaN at one response token."""
     broken = rollouts.select(torch.arange(len(rollouts.text)), torch.device("cpu"))
     getattr(broken, name)[2, 0] = torch.nan
     return broken
@@ -81,17 +81,17 @@ def main(folder: Path) -> None:
         batch = with_nan(rollouts, name) if rank == world - 1 else rollouts
         try:
             gradient_of(policy, batch)
-            said = "nothing"
+            message = "no error"
         except FloatingPointError as error:
-            said = str(error)
+            message = str(error)
         results[name] = [None] * world
-        dist.all_gather_object(results[name], said)
+        dist.all_gather_object(results[name], message)
     if rank == 0:
         torch.save(results, folder / f"ranks-{world}.pt")
     save_model(policy.model, full_weights(policy), folder / "saved")
     dist.destroy_process_group()
-    # Ended here, as the interpreter's own end aborted once: a thread of gloo's may
-    # still hold a tensor of the last collective then.
+    # Exit here, because the interpreter once aborted in its own shutdown: a thread of
+    # gloo may still hold a tensor of the last collective.
     sys.stdout.flush()
     os._exit(0)
 

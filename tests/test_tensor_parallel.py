@@ -1,4 +1,4 @@
-"""Ranks that share an engine, and nodes: whole runs do what one rank alone does."""
+"""Test that whole runs on several ranks and nodes do what one rank does."""
 
 from pathlib import Path
 
@@ -10,16 +10,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_an_engine_do_what_one_rank_does(train_here, tmp_path):
-    torchrun(2, "train.py", *TWO_STEPS, "--rollout_tp=2", f"--out_dir={tmp_path}/two")
+@pytest.mark.parametrize("ranks_per_engine", [1, 2])
+def test_two_ranks_do_what_one_rank_does(ranks_per_engine, train_here, tmp_path):
+    tp = f"--rollout_tp={ranks_per_engine}"
+    torchrun(2, "train.py", *TWO_STEPS, tp, f"--out_dir={tmp_path}/two")
     assert_same_metrics(read_metrics(tmp_path / "two"), train_here(*TWO_STEPS))
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Path:
-    """The tiny policy with 200 tokens, the added ones as improbable as padding.
+    """Return tiny with 200 tokens, of which the added ones are as improbable as padding.
 
-    Its own 20 would all be in the first rank's part of the embedding and of the head.
+    With only its own 20 tokens, the first rank would hold the whole head.
     """
     folder = tmp_path_factory.mktemp("wide")
     model = AutoModelForCausalLM.from_pretrained("tiny")
@@ -36,8 +38,8 @@ def wide(tmp_path_factory) -> Path:
 def test_two_nodes_of_two_ranks_that_share_an_engine_do_what_one_rank_does(
     wide, train_here, tmp_path
 ):
-    # The weights are sharded within a node and replicated across (HSDP). Each node has
-    # an engine, split over its two ranks.
+    # The weights are sharded within a node and replicated across nodes (HSDP). Each node
+    # has one engine, which its two ranks share.
     flags = [*TWO_STEPS, f"--model={wide}"]
     one = train_here(*flags)
     out = tmp_path / "four"

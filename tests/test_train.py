@@ -1,7 +1,7 @@
-"""`update` of train.py: one optimizer step on the batch B, with the real parts.
+"""Test `update` of train.py, one optimizer step on the batch B, with the real parts.
 
 e_B and the gradient are compared with plain autograd on the whole batch, on one rank
-and on several, in micro-batches of any size.
+and on several, with micro-batches of any size.
 """
 
 import math
@@ -22,15 +22,12 @@ from gradient_on_ranks import (
     with_nan,
 )
 from launch import torchrun, torchrun_on_nodes
+from test_rollout import gradient_vector, logits_of, relative_error, sampled_tokens
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import train
-from loss import (
-    effective_sample_size,
-    p3o,
-    ratio_sums,
-)
+from loss import effective_sample_size, p3o, ratio_sums
 from policy import Policy, build_policy
 from rollout import Rollouts
 from train import Config, kl_at_positions, micro_batches
@@ -46,20 +43,18 @@ def plain_update(
     Returns the gradient of all weights, as one vector, and the statistics of `update`.
     The KL is summed over the whole vocabulary, which the engine has listed.
     """
-    row, t = rollouts.mask.nonzero(as_tuple=True)  # [M], for M response tokens
-    position = rollouts.prompt_length[row] + t
-    log_pi = model(rollouts.tokens).logits[row, position - 1].log_softmax(-1)  # [M, V]
-    logp = log_pi.gather(1, rollouts.tokens[row, position][:, None])[:, 0]  # [M]
-    log_pi = log_pi.gather(1, rollouts.top_tokens[row, t])  # in the engine's order
-    kl = (log_pi.exp() * (log_pi - rollouts.top_logp_behavior[row, t])).sum(-1)  # [M]
+    mask = rollouts.mask  # M response tokens
+    log_pi = logits_of(model, rollouts).log_softmax(dim=-1)  # [M, V]
+    logp = log_pi.gather(1, sampled_tokens(rollouts))[:, 0]  # [M]
+    log_pi = log_pi.gather(1, rollouts.top_tokens[mask])  # in the engine's order
+    kl = (log_pi.exp() * (log_pi - rollouts.top_logp_behavior[mask])).sum(-1)  # [M]
 
-    log_rho = logp - rollouts.logp_behavior[row, t]
+    log_rho = logp - rollouts.logp_behavior[mask]
     rho = log_rho.detach().exp()
     e_b = rho.mean() ** 2 / (rho**2).mean()  # (11)
     weight = torch.minimum(rho, e_b)
-    loss = -weight * rollouts.advantage[row, t] * logp + (1 - e_b) * kl  # (12)
-    gradients = torch.autograd.grad(loss.mean(), list(model.parameters()))
-    gradient = torch.cat([each.flatten() for each in gradients])
+    loss = -weight * rollouts.advantage[mask] * logp + (1 - e_b) * kl  # (12)
+    gradient = gradient_vector(loss.mean(), model)
     stats = {
         "loss": loss.mean(),
         "ess": e_b,
@@ -70,11 +65,6 @@ def plain_update(
         "grad_norm": gradient.norm(),
     }
     return gradient, {name: value.item() for name, value in stats.items()}
-
-
-def distance(gradient: torch.Tensor, expected: torch.Tensor) -> float:
-    """|gradient - expected| / |expected|."""
-    return float((gradient - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +92,7 @@ def stale(engine, prompts, tmp_path_factory) -> SimpleNamespace:
     assert 0.05 < stats["above_ess"] < 0.95
     assert stats["mismatch_kl"] > 0.01
     return SimpleNamespace(
-        folder=folder,
-        rollouts=rollouts,
-        gradient=gradient,
-        stats=stats,
+        folder=folder, rollouts=rollouts, gradient=gradient, stats=stats
     )
 
 
@@ -118,10 +105,10 @@ def trainee(stale, group) -> Policy:
 def assert_right(found: tuple[torch.Tensor, dict[str, float]], stale: Any) -> None:
     gradient, stats = found
     assert stats == pytest.approx(stale.stats, rel=1e-4)
-    assert distance(gradient, stale.gradient) < 1e-4
+    assert relative_error(gradient, stale.gradient) < 1e-4
 
 
-# One batch, divided in any way
+# Divisions of the batch
 
 
 @pytest.mark.parametrize("tokens", MICRO_BATCHES)
@@ -206,7 +193,8 @@ def test_a_second_rank_with_the_same_responses_changes_nothing(
 
 
 def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(stale, trainee):
-    # The authors' code does this. A micro-batch of 300 tokens has about six responses.
+    # The authors' code computes e_B in this way. A micro-batch of 300 tokens has about
+    # six responses.
     def with_its_own(logp, logp_behavior, advantage, kl, e_b):
         sums = ratio_sums(logp - logp_behavior, mask=logp_behavior != 0)
         own = effective_sample_size(sums).item()
@@ -214,9 +202,9 @@ def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(stale, train
 
     given = trainee, stale.rollouts, with_its_own
     gradient, _ = gradient_of(*given, micro_batch_tokens=300)
-    assert distance(gradient, stale.gradient) > 0.01
+    assert relative_error(gradient, stale.gradient) > 0.01
     gradient, _ = gradient_of(*given, micro_batch_tokens=WHOLE)
-    assert distance(gradient, stale.gradient) < 1e-4
+    assert relative_error(gradient, stale.gradient) < 1e-4
 
 
 # The micro-batches
@@ -237,7 +225,7 @@ def test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large(
     assert len(batches) == {ROW: 7, WHOLE: 1}.get(tokens, len(batches))
 
 
-def test_ranks_make_equally_many_micro_batches_as_the_longest_allows(
+def test_all_ranks_make_as_many_micro_batches_as_the_longest_response_requires(
     stale, monkeypatch
 ):
     def all_reduce(longest: torch.Tensor, op: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from test_checkpoints import log, trained  # noqa: F401
 from test_loop import few, record, sums, tiny  # noqa: F401
 from test_resume import finished  # noqa: F401
-from test_sync import embedded, long_engine, long_tiny  # noqa: F401
+from test_sync import embedded  # noqa: F401
 from test_tasks import load  # noqa: F401
 from test_train import stale, trainee  # noqa: F401
 from test_wrong_losses import cases

@@ -54,19 +54,19 @@ every step has the same sampling noise
 train.sample_batch
 - noise_seed(cfg.seed + 1, group,
 + noise_seed(cfg.seed + 1, group - first,
-test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_their_noise
+test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_noise
 
 neighboring prompts share noise
 train.sample_batch
 - group, cfg.group_size
 + group, 1
-test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_their_noise
+test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_noise
 
 rollouts have the noise of the evaluation
 train.sample_batch
 - cfg.seed + 1,
 + cfg.seed,
-test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_their_noise
+test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_noise
 
 temperature is ignored
 train.sample_batch
@@ -85,7 +85,7 @@ every rank samples with the first rank's noise
 train.sample_batch
 - noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups
 + noise_seed(cfg.seed + 1, first + i, cfg.group_size) for i in range(len(groups))
-test_loop.test_on_two_ranks_a_step_has_the_samples_that_it_has_on_one
+test_loop.test_a_step_has_the_same_samples_on_two_ranks_as_on_one
 
 responses are checked against answers to other problems
 reward.compute_rewards
@@ -175,7 +175,7 @@ ranks make different numbers of micro-batches
 train.micro_batches
 - dist.all_reduce(longest_sequence, dist.ReduceOp.MAX)
 + pass
-test_train.test_ranks_make_equally_many_micro_batches_as_the_longest_allows
+test_train.test_all_ranks_make_as_many_micro_batches_as_the_longest_response_requires
 
 every micro-batch is computed twice
 train.update
@@ -289,19 +289,19 @@ weight decay is AdamW's default
 train.Run.__init__
 - weight_decay=cfg.weight_decay,
 +
-test_loop.test_the_rate_warms_up_over_updates_and_weights_decay_as_configured
+test_loop.test_the_learning_rate_warms_up_over_updates_and_weights_decay_as_configured
 
 the warm-up never ends
 train.set_learning_rate
 - (updates + 1) / max(1, cfg.warmup_updates)
 + 1 / max(1, cfg.warmup_updates)
-test_loop.test_the_rate_warms_up_over_updates_and_weights_decay_as_configured
+test_loop.test_the_learning_rate_warms_up_over_updates_and_weights_decay_as_configured
 
 the warm-up counts steps, not updates
 train.set_learning_rate
 - + updates_of_step
 +
-test_loop.test_the_rate_warms_up_over_updates_and_weights_decay_as_configured
+test_loop.test_the_learning_rate_warms_up_over_updates_and_weights_decay_as_configured
 
 the objective is ignored
 train.main
@@ -361,13 +361,13 @@ the first sync is not checked
 train.main
 - sync(engine, policy, run.step, run.train.prompts)
 + sync(engine, policy, run.step, [])
-test_sync.test_a_run_whose_engine_keeps_its_weights_without_a_word_stops
+test_sync.test_a_run_stops_if_an_engine_silently_keeps_its_weights
 
 later syncs are not checked
 train.main
 - if check_is_due else []
 + if False else []
-test_sync.test_a_run_whose_engine_keeps_its_weights_without_a_word_stops
+test_sync.test_a_run_stops_if_an_engine_silently_keeps_its_weights
 
 the limit of fp8 applies to all dtypes
 policy.check_sync
@@ -386,13 +386,13 @@ held-out accuracy is measured at the temperature of the rollouts
 train.save_and_evaluate
 - cfg.policy_temperature
 + cfg.temperature
-test_loop.test_what_is_evaluated_is_the_policy_and_its_greedy_decoding
+test_loop.test_the_policy_is_evaluated_sampled_and_greedy
 
 greedy accuracy is sampled
 eval.heldout_accuracy
 - ("greedy", 0.0)
 + ("greedy", 1.0)
-test_loop.test_what_is_evaluated_is_the_policy_and_its_greedy_decoding
+test_loop.test_the_policy_is_evaluated_sampled_and_greedy
 
 a partial reward counts as solved
 eval.heldout_accuracy
@@ -416,13 +416,13 @@ the evaluator does not get the newest weights
 train.save_and_evaluate
 - sync(run.evaluator, policy, step, run.heldout.prompts)
 + step or sync(run.evaluator, policy, step, run.heldout.prompts)
-test_sync.test_every_evaluation_of_an_fp8_run_is_of_the_policy_as_it_is_by_then
+test_sync.test_every_evaluation_of_an_fp8_run_is_of_the_newest_policy
 
 the sync of the evaluator is not checked
 train.save_and_evaluate
 - step, run.heldout.prompts)
 + step, [])
-test_sync.test_a_run_whose_evaluator_keeps_its_weights_stops
+test_sync.test_a_run_stops_if_an_engine_silently_keeps_its_weights
 
 under top-k the KL is taken over all listed tokens
 train.kl_at_positions
@@ -519,13 +519,13 @@ each rank checks the sync by itself
 policy.check_sync
 - dist.all_reduce(distance, dist.ReduceOp.MAX)
 + pass
-test_sync.test_all_ranks_stop_where_one_is_further_off
+test_sync.test_all_ranks_stop_if_one_exceeds_the_limit
 
 the sync is checked at the wrong temperature
 policy.check_sync
 - temperature=policy.temperature
 + temperature=1.0
-test_sync.test_the_check_is_at_the_policys_own_temperature
+test_sync.test_the_check_uses_the_temperature_of_the_policy
 
 the sync sends the weights of the last forward pass
 policy.check_sync
@@ -597,7 +597,7 @@ every problem is evaluated with the same noise
 eval.evaluate
 - (seed, i, samples)
 + (seed, 0, samples)
-test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_their_noise
+test_loop.test_no_two_responses_of_a_run_and_its_evaluations_share_noise
 
 pass@k draws with replacement
 eval.pass_at_k
