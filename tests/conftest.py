@@ -1,6 +1,6 @@
-"""Fixtures: the loss under test (--loss PATH, or the repository's), engines, runs.
+"""Fixtures: the loss under test (by default loss.py), engines and runs.
 
-The first vLLM engine in this process takes 10 s to build, each further one a third of a
+The first vLLM engine in a process takes 10 s to build, each further one a third of a
 second.
 """
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-# OpenMP reads it when torch is imported. Threads that spin while they wait starve the
-# other ranks.
+# OpenMP reads this variable when torch is imported. Without it, threads spin while they
+# wait and starve the other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# All engines: one that is collected as garbage takes the process group with it.
+# All engines. If one were garbage-collected, it would destroy the process group.
 KEPT = []
 ROOT = Path(__file__).parents[1]
 LOSS = ROOT / "loss.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-# All that --loss takes from a file.
+# The functions that --loss requires of a file
 FUNCTIONS = (
     "group_advantage",
     "ratio_sums",
@@ -39,15 +39,15 @@ def load_module(path):
         f"loss_at_{abs(hash(str(path)))}", path
     )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks for its annotations
+    sys.modules[spec.name] = module  # Dataclasses look up their annotations there.
     spec.loader.exec_module(module)
     return module
 
 
 def differences(module, expected):
-    """Sentences on where `module` lacks the interface of `expected`.
+    """Yield a sentence for each function of `module` that is not as in `expected`.
 
-    The names of parameters matter, and their annotations do not.
+    Annotations of parameters do not matter.
     """
 
     def parameters(signature):
@@ -74,8 +74,8 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    # At the end of a process vLLM looks through all of its memory for garbage, three
-    # times for each engine. For the hundred engines here that takes two minutes.
+    # At exit vLLM runs three full garbage collections for each engine, which takes two
+    # minutes for the hundred engines here.
     if KEPT:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -102,21 +102,22 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def loss(request):
-    """The module under test."""
+    """Return the module under test."""
     return getattr(request.config, "loss_module", None) or load_module(LOSS)
 
 
-# Some hundred engines live in one process until it ends. This is room for 256 sequences
-# of tiny in float32, as many as are decoded at the same time.
+# About a hundred engines live in one process until it ends. This is enough for the 256
+# sequences of tiny in float32 that are decoded at the same time.
 CACHE_GB = 0.1
 
-# Of 38 tokens some responses are complete, mostly sums of three digits. Of nine none
-# is, so that no group has a signal.
+# With 38 tokens some responses are complete, mostly sums of three digits. With 9 tokens
+# none is, so no group has a signal.
 SOME_COMPLETE = "--max_response_tokens=38"
 NONE_COMPLETE = "--max_response_tokens=9"
 
-# What one rank and several have to do alike. In bfloat16 a batch of another size rounds
-# otherwise, which flips single samples. 31 problems cannot be shared out equally.
+# A run that gives the same result on one rank and on several. In bfloat16 the rounding
+# depends on the batch size, which changes single samples. 31 problems cannot be divided
+# equally.
 TWO_STEPS = [
     SOME_COMPLETE,
     "--steps=2",
@@ -127,10 +128,7 @@ TWO_STEPS = [
 
 
 def replace_kernels_once():
-    """Each engine replaces vLLM's kernels in all modules, by the same ones.
-
-    Once a process is enough.
-    """
+    """Make vLLM replace its kernels once per process instead of once per engine."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read at the import
     from vllm.platforms.cpu import CpuPlatform
 
@@ -140,7 +138,7 @@ def replace_kernels_once():
 
 @pytest.fixture(scope="session")
 def group():
-    """The mesh of this process, the only rank of a group that ends with its engines."""
+    """Return the mesh of this process, which is the only rank of its group."""
     from support.machine import init_distributed
 
     replace_kernels_once()
@@ -149,7 +147,7 @@ def group():
 
 @pytest.fixture(scope="session")
 def build_engine(group):
-    """Builds a rollout.Engine, by default of tiny in float32.
+    """Return a function that builds a rollout.Engine, by default of tiny in float32.
 
     In float32 engine and trainer agree to 1e-4 nats.
     """
@@ -166,13 +164,13 @@ def build_engine(group):
 
 @pytest.fixture(scope="session")
 def engine(build_engine):
-    """An engine that gives pi_b of all tokens: tiny has 20."""
+    """Return an engine that gives pi_b of all 20 tokens of tiny."""
     return build_engine(top_logprobs=99)
 
 
 @pytest.fixture
 def policy(engine):
-    """A fresh copy of the tiny policy, in the engine too when the test starts."""
+    """Return a fresh copy of the tiny policy, whose weights `engine` has, too."""
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained("tiny")
@@ -194,7 +192,7 @@ def add_noise(model, scale):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What engines are asked to sample from here on, as they sample it."""
+    """Return a list in which the arguments of all later samplings are recorded."""
     from rollout import Engine
 
     calls = []
@@ -210,7 +208,7 @@ def asked(monkeypatch):
 
 @pytest.fixture(scope="session")
 def heldout():
-    """The held-out split of the embedded task: problems, and prompts as token ids."""
+    """Return the held-out problems of the embedded task with prompts as token ids."""
     from train import Config, load_data
 
     _, _, heldout, _ = load_data(Config())
@@ -219,16 +217,16 @@ def heldout():
 
 @pytest.fixture(scope="session")
 def prompts(heldout):
-    """The held-out prompts of the embedded task, as token ids."""
+    """Return the held-out prompts of the embedded task as token ids."""
     return heldout.prompts
 
 
 @pytest.fixture(scope="session")
 def run_here(group):
-    """Runs a script's main() with flags in this process, which has vLLM loaded.
+    """Return a function that runs a script's main() with flags in this process.
 
-    Left out are joining the process group, which a process can do once, and the figure,
-    which takes as long as a step.
+    It does not join the process group again, and it draws no figure, which would take
+    as long as a step.
     """
     import rollout
     import support.log
@@ -244,7 +242,7 @@ def run_here(group):
     known = {}
 
     def encode_once(tokenizer, *texts):
-        # The 4,608 prompts of tiny take a second, and nearly every run has them.
+        # Encoding the 4,608 prompts of tiny takes a second, in nearly every run.
         key = tokenizer.name_or_path, *texts
         if key not in known:
             known[key] = encode_prompt(tokenizer, *texts)
@@ -263,7 +261,7 @@ def run_here(group):
 
 
 def refusal_of(script, *flags):
-    """The sentence with which a script refuses these flags before anything is built."""
+    """Return the sentence with which a script refuses these flags at its start."""
     from support.command import Refused
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused) as refused:
@@ -277,10 +275,10 @@ def refusal_of(script, *flags):
 
 @pytest.fixture(scope="session")
 def train_here(run_here, tmp_path_factory):
-    """Runs train.py with flags in this process; returns its lines of metrics.
+    """Return a function that runs train.py with flags and returns its lines of metrics.
 
-    Where a test says nothing else, the two evaluations are short, as they would take as
-    long as two steps, and responses are cut where some of them are complete.
+    By default the two evaluations are short, because they would take as long as two
+    steps, and responses are cut at a length at which some of them are complete.
     """
     import train
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N tests/gradient_on_ranks.py FOLDER
 
-FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its own groups, as in
-the trainer. Rank 0 writes the results to ranks-N.pt, and all ranks write saved/, the
+FOLDER has model/ and rollouts.pt, the whole batch. Each rank takes its own groups, as
+in the trainer. Rank 0 writes the results to ranks-N.pt, and all ranks write saved/, the
 model as the trainer saves it. test_train.py compares the results with plain autograd on
 the whole batch.
 """

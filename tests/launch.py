@@ -1,4 +1,4 @@
-"""Scripts of this repository on several ranks, as their users start them."""
+"""Start scripts of this repository on several ranks, as their users do."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from conftest import ROOT, TORCHRUN
 
-# The scripts of tests/ find train.py and its neighbors.
+# Scripts in tests/ need it to import train.py and the other modules.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def run_script(command: list[str | Path]) -> subprocess.CompletedProcess:
-    """A command of the repository's folder, to its end."""
+    """Run a command in the folder of the repository until it ends."""
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -31,13 +31,13 @@ def run_script(command: list[str | Path]) -> subprocess.CompletedProcess:
 def start_on_ranks(
     ranks: int, script: str, *arguments: str
 ) -> subprocess.CompletedProcess:
-    """A script under torchrun on one node, to its end."""
+    """Run a script under torchrun on one node until it ends."""
     nproc = f"--nproc-per-node={ranks}"
     return run_script([*TORCHRUN, "--standalone", nproc, ROOT / script, *arguments])
 
 
 def torchrun(ranks: int, script: str, *arguments: str) -> str:
-    """The same, which has to end well; returns what it printed."""
+    """Do the same, assert that it succeeds, and return what it printed."""
     done = start_on_ranks(ranks, script, *arguments)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -52,9 +52,9 @@ def start_node(
     *arguments: str,
     inside: Sequence[str] = (),
 ) -> subprocess.Popen:
-    """The torchrun of one node, which recipes/README.md has; `master` is address:port.
+    """Start torchrun on one node as in recipes/README.md; `master` is address:port.
 
-    `inside` is a command that runs another one somewhere else.
+    `inside` is the start of a command that runs the rest of it on another host.
     """
     address, port = master.split(":")
     command = [
@@ -69,7 +69,7 @@ def start_node(
 def torchrun_on_nodes(
     nodes: int, ranks_of_node: int, script: str, *arguments: str
 ) -> None:
-    """The same under one torchrun a node, each of them on the loopback address."""
+    """Run a script under one torchrun per node, all on the loopback address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{free.getsockname()[1]}"
@@ -81,23 +81,23 @@ def torchrun_on_nodes(
 
 
 def read_metrics(out_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; the first is of step 0."""
+    """Return the lines of a run's metrics.jsonl, which start with step 0."""
     return [json.loads(line) for line in open(out_dir / "metrics.jsonl")]
 
 
 def assert_same_metrics(
     rows: list[dict[str, Any]], expected_rows: list[dict[str, Any]]
 ) -> None:
-    """Two runs' lines of metrics say the same, to rounding."""
+    """Assert that the metrics of two runs agree up to rounding."""
     for name in "heldout_pass@1", "heldout_greedy":
         assert rows[0][name] == expected_rows[0][name]
     for row, expected in zip(rows[1:], expected_rows[1:], strict=True):
-        # Each rank has the responses to its own prompts: those to others have reward 0.
+        # If a rank had the responses to other prompts, their reward would be 0.
         for name in "reward", "response_tokens", "groups_with_signal", "truncated":
             assert row[name] == pytest.approx(expected[name], rel=1e-6), name
-        # Of two updates: the second one's are those of weights that the first moved.
+        # The weights of the second update depend on the first.
         for name in "ess", "ess_min", "mismatch_kl", "grad_norm", "entropy":
             assert row[name] == pytest.approx(expected[name], rel=1e-3), name
-        # Each part of an engine has its part of the new weights: log pi_b is that of
-        # the trainer.
+        # Every shard of an engine has its new weights, because log pi_b agrees with the
+        # trainer.
         assert row["logprob_abs_diff"] < 1e-6

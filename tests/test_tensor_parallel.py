@@ -19,7 +19,7 @@ def test_two_ranks_do_what_one_rank_does(ranks_per_engine, train_here, tmp_path)
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Path:
-    """Return tiny with 200 tokens, of which the added ones are as improbable as padding.
+    """Return tiny with 200 tokens. The added ones are as improbable as padding.
 
     With only its own 20 tokens, the first rank would hold the whole head.
     """
@@ -38,8 +38,8 @@ def wide(tmp_path_factory) -> Path:
 def test_two_nodes_of_two_ranks_that_share_an_engine_do_what_one_rank_does(
     wide, train_here, tmp_path
 ):
-    # The weights are sharded within a node and replicated across nodes (HSDP). Each node
-    # has one engine, which its two ranks share.
+    # The weights are sharded within a node and replicated across nodes (HSDP). Each
+    # node has one engine, which its two ranks share.
     flags = [*TWO_STEPS, f"--model={wide}"]
     one = train_here(*flags)
     out = tmp_path / "four"
