@@ -1,7 +1,7 @@
-"""Two nodes that are two hosts: network namespaces with a cable between them.
+"""Test two nodes that are two hosts: network namespaces with a cable between them.
 
-Each host's name is 127.0.1.1 in its own /etc/hosts, as Debian and Ubuntu have it. With
-`pytest -s` one sees what the runs print.
+As in Debian and Ubuntu, each host's name is 127.0.1.1 in its own /etc/hosts. With
+`pytest -s` you see what the runs print.
 """
 
 import os
@@ -27,17 +27,17 @@ HOSTS = [f"p3o-{os.getpid()}-{node}" for node in range(2)]
 
 
 def ip(words: str) -> str:
-    """What this command of iproute2 prints."""
+    """Return what this command of iproute2 prints."""
     return subprocess.check_output(["ip", *words.split()], text=True)
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
-    """The two hosts, each as the command that runs another one there."""
+    """Yield the two hosts, each as the start of a command that runs the rest there."""
     try:
         ip(f"netns add {HOSTS[0]}")
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"two hosts take root and iproute2: {error}")
+        pytest.skip(f"two hosts require root and iproute2: {error}")
     ip(f"netns add {HOSTS[1]}")
     ip(f"link add eth0 netns {HOSTS[0]} type veth peer name eth0 netns {HOSTS[1]}")
     commands = []
@@ -57,13 +57,13 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
 
 
 def kill(host: str) -> None:
-    """kill -9 to all processes of a host, its torchrun too."""
+    """Send kill -9 to all processes of a host, including torchrun."""
     for process in ip(f"netns pids {host}").split():
         os.kill(int(process), signal.SIGKILL)
 
 
 def start(hosts: list[list[str]], *flags: str) -> list[subprocess.Popen]:
-    """train.py on both hosts, each with two ranks that share an engine."""
+    """Start train.py on both hosts, each with two ranks that share an engine."""
     flags = (*TWO_STEPS, "--steps=4", "--save_every=2", "--rollout_tp=2", *flags)
     return [
         start_node(node, 2, 2, "10.77.0.1:29500", "train.py", *flags, inside=host)
@@ -72,7 +72,7 @@ def start(hosts: list[list[str]], *flags: str) -> list[subprocess.Popen]:
 
 
 @pytest.mark.slow
-def test_two_hosts_do_what_one_rank_does_and_go_on_bit_for_bit_after_one_is_killed(
+def test_two_hosts_do_what_one_rank_does_and_resume_bit_for_bit_after_one_is_killed(
     hosts, train_here, tmp_path
 ):
     alone, killed = tmp_path / "alone", tmp_path / "killed"
@@ -95,7 +95,7 @@ def test_two_hosts_do_what_one_rank_does_and_go_on_bit_for_bit_after_one_is_kill
 
 @pytest.fixture
 def no_interface(monkeypatch):
-    """No interface is set; afterwards the variables are as they were."""
+    """Unset the interfaces for a test, and restore the variables afterwards."""
     for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -45,7 +45,7 @@ def gap(
 
 
 def logits_of(model: torch.nn.Module, rollouts: Rollouts) -> torch.Tensor:
-    """The logits of all tokens at every response token, [M, V], by transformers alone.
+    """Return the logits at every response token, [M, V], by transformers itself.
 
     They are in the model's own precision, and carry its gradient.
     """
@@ -55,13 +55,13 @@ def logits_of(model: torch.nn.Module, rollouts: Rollouts) -> torch.Tensor:
 
 
 def sampled_tokens(rollouts: Rollouts) -> torch.Tensor:
-    """The response tokens, [M, 1]."""
+    """Return the response tokens, [M, 1]."""
     row, t = rollouts.mask.nonzero(as_tuple=True)
     return rollouts.tokens[row, rollouts.prompt_length[row] + t][:, None]
 
 
 def gradient_vector(value: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
-    """The gradient of a 0-d value on all weights, as one float64 vector."""
+    """Return the gradient of a 0-d value to all weights, as one float64 vector."""
     gradients = torch.autograd.grad(value, list(model.parameters()))
     return torch.cat([gradient.flatten().double() for gradient in gradients])
 
@@ -94,7 +94,7 @@ def test_raw_log_pi_b_is_that_of_the_policy_before_the_temperature(
 
 
 def support_of(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """Which tokens top-p or top-k leave, [M, V] bool.
+    """Return which tokens top-p or top-k keep, [M, V] bool.
 
     The nucleus ends with the token by which its probability reaches top_p.
     """
@@ -131,13 +131,13 @@ def test_log_pi_b_is_renormalized_to_the_support_and_minus_infinity_outside(
 
 @pytest.fixture(scope="module")
 def pi_b() -> torch.nn.Module:
-    """tiny in float64, whose copy in the engine samples."""
+    """Return tiny in float64, whose copy in the engine samples."""
     return AutoModelForCausalLM.from_pretrained("tiny").double()
 
 
 @pytest.fixture(scope="module")
 def pi_theta(pi_b) -> torch.nn.Module:
-    """What it has become after something like an update: noise on every weight."""
+    """Return pi_b with noise on every weight, as if after an update."""
     model = copy.deepcopy(pi_b)
     add_noise(model, 0.02)
     return model
@@ -216,7 +216,7 @@ SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def random_model(model_type: str, folder: Path) -> str:
-    """The folder of a random model of a type, with the tokenizer of tiny."""
+    """Save a random model of a type with the tokenizer of tiny; return its folder."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZE, **SPECIAL_TOKENS)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -228,7 +228,7 @@ def random_model(model_type: str, folder: Path) -> str:
     "model_type",
     [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
 )
-def test_of_each_type_transformers_policy_and_engine_agree_before_and_after_an_update(
+def test_policy_engine_and_transformers_agree_on_every_type_before_and_after_an_update(
     model_type, train_here, build_engine, group, prompts, tmp_path
 ):
     folder = random_model(model_type, tmp_path / "model")
@@ -278,7 +278,7 @@ def test_no_dropout_of_a_models_config_acts(
 
 
 def saved_sizes(policy: Policy, rollouts: Rollouts) -> list[int]:
-    """The numbers in each tensor that a forward pass keeps for the backward pass."""
+    """Return the sizes of the tensors kept by a forward pass for the backward pass."""
     sizes = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -375,10 +375,10 @@ def test_a_response_also_ends_at_the_token_with_which_its_chat_template_ends_a_t
 
 
 @pytest.mark.parametrize("token, text", [(1, "<bos><bos>"), (2, "")])
-def test_a_special_token_stays_in_the_text_but_for_the_end_of_sequence(
+def test_special_tokens_stay_in_the_text_except_the_end_of_sequence(
     token, text, engine, prompts
 ):
-    # Tags of thoughts are special tokens of some models.
+    # In some models <think> and </think> are special tokens.
     always = {"logit_bias": {token: 100.0}, "max_tokens": 2}
     assert engine.sample(prompts[:1], 1, [0], **always).text == [text]
 
@@ -442,7 +442,7 @@ def test_an_engine_that_does_not_fit_is_refused(error, group, monkeypatch):
     assert str(refused.value).startswith(f"kv_cache_gb is 99: {reason}")
 
 
-def test_a_run_stops_where_an_engine_finds_no_memory_to_wake_up(
+def test_a_run_stops_if_an_engine_finds_no_memory_to_wake_up(
     engine, policy, monkeypatch
 ):
     def wake_up():
