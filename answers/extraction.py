@@ -48,6 +48,15 @@ THOUGHT_TAG = re.compile(
         | Here(?:\sis|'s)\smy\sthought\sprocess:
     )"""
 )
+# What ends the model's turn: <|im_end|>, <|eot_id|>, <|end_of_turn|>, <turn|>, </s>, or
+# the beginning of the user's turn. In gpt-oss and Solar Open <|end|> also ends a
+# message of the model before its next one.
+TURN_END = re.compile(
+    r"(?i)<[|｜](?:im_end|eo[stm](?:_id)?|return|user|end(?:_?of_?(?:text|turn|utterance|"
+    r"sentence|message)\w*|▁of▁sentence)?)[|｜]>(?!<\|(?:start|begin)\|>assistant|to=user)|"
+    r"<(?:end_of_turn|start_of_turn|eos|/s|turn\|)>|\[INST\]|"
+    r"<\|(?:im_start|start_header_id|start|begin)\|>user"
+)
 # Control tokens such as <|im_end|>, <｜end▁of▁sentence｜>, <turn|> and </s>, and tags
 # around an answer. None of them belongs to the answer.
 CONTROL_TOKEN = re.compile(
@@ -63,10 +72,12 @@ def last_thought_tag(text: str) -> re.Match | None:
 
 
 def without_thoughts(response: str) -> str:
-    """Return the text after the thoughts, without control tokens.
+    """Return the text after the thoughts in the first turn, without control tokens.
 
-    The result is "" if the last thought has not ended: there is no answer yet.
+    The result is "" if the last thought has not ended: there is no answer yet. Turns
+    that the model invents after its own are not graded.
     """
+    response = TURN_END.split(response, maxsplit=1)[0]
     tag = last_thought_tag(response)
     if tag and tag["begin"]:
         return ""

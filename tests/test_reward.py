@@ -455,7 +455,14 @@ FOUND = [
     r"<think>#### 3</think> #### 5",
     r"So it is \boxed{5 \\}",
     "<answer>#### 5<|im_end|></answer>",
-    r"\boxed{5</s>}<｜end▁of▁sentence｜>",
+    r"\boxed{5<pad>}</s><｜end▁of▁sentence｜>",
+    # Turns that the model has invented after its own are not graded.
+    r"\boxed{5}<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n\boxed{6}",
+    r"\boxed{5}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\boxed{6}",
+    r"\boxed{5}<end_of_turn>\n<start_of_turn>user\n\boxed{6}",
+    r"\boxed{5}</s>[INST] 3+3? [/INST] \boxed{6}",
+    r"<|channel|>analysis<|message|>\boxed{6}<|end|><|start|>assistant<|channel|>final"
+    r"<|message|>\boxed{5}<|return|>",
     "#### 5<turn|>",
     "2+3=5\n#### 5\n",
     "#### 3\nNo:\n#### 5\nThat is all.",
@@ -530,6 +537,7 @@ SAME_WORD = [
         "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283",
         "1283\n",
         "1283<|im_end|>\n",
+        "1283<|im_end|>\n<|im_start|>user\n3+3<|im_end|>\n<|im_start|>assistant\n6",
         "<think>1284</think> 1283",
     ),
 ]
