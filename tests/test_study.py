@@ -359,11 +359,9 @@ def test_the_committed_tables_are_those_of_the_committed_runs(name):
 
 
 def front_page_configs():
-    """The cell and the config of each run that the front page has numbers from."""
-    yield (
-        "make train",
-        json.loads((runs.RESULTS / "make_train/config.json").read_text()),
-    )
+    """The name and config of each run from which the front pages have numbers."""
+    for name in "make_train", "smollm2_recipe":
+        yield name, json.loads((runs.RESULTS / name / "config.json").read_text())
     compared = runs.read_runs(runs.RESULTS / "compare/compare.jsonl")
     hot = runs.read_runs(runs.RESULTS / "smollm2.jsonl")
     table = {
