@@ -17,7 +17,6 @@ student's code.
 """
 
 import argparse
-import builtins
 import csv
 import json
 import os
@@ -29,7 +28,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,17 +54,13 @@ PARTS = {
     "3": "the trainer's batch",
     "4": "an experiment",
 }
-# The one item that runs no code.
-FORM = Item(
-    "4.2", 3, "the form of results.json", "results.json", "", lambda draw: iter(())
-)
-ALL_ITEMS = [*ITEMS, FORM]
 CPU_SECONDS = 3  # for each process of an item; the slowest needs less than one
 # An item that has not ended after this time was not given the processor.
 WALL_SECONDS = 60
 IDLE_SECONDS = 5  # after which a process that sleeps is stopped
 LONGEST_FILE = 2**20  # bytes of a student's file
 MOST_FILES = 50  # of a submission
+ENDED_RUNNER = "and ended the process that runs it"
 MOST_PRINTED = 2000  # bytes that are shown of what an item prints
 # The variables of this environment that a student's process gets.
 ENVIRONMENT = ["PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT"]
@@ -102,6 +96,12 @@ class Runner:
         self.trusted = trusted
         self.become_nobody = become_nobody
         self.start()
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()
 
     def start(self) -> None:
         known = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -140,7 +140,7 @@ class Runner:
                 self.process.stdin.flush()
                 ending, cpu_seconds = pickle.load(self.process.stdout)
             except (EOFError, BrokenPipeError):
-                ending, cpu_seconds = "gone", 0.0
+                ending, cpu_seconds = ENDED_RUNNER, 0.0
                 self.process.wait()
                 self.start()
             written, text = [
@@ -163,10 +163,9 @@ class Runner:
             nonlocal outcome
             outcome = self.ask(folder, item, [list(arguments)])
             if not self.trusted:
-                outcome = outcome._replace(printed="")
+                shown = [without_text(each) for each in outcome.answers]
+                outcome = outcome._replace(answers=shown, printed="")
             (answer,) = outcome.answers
-            if "error" in answer:
-                answers.append(answer if self.trusted else without_text(answer))
             return [as_tensor(each) for each in answer["value"]]
 
         try:
@@ -175,30 +174,20 @@ class Runner:
         except Exception as error:  # Whatever the answer was, it has no right form.
             if not outcome.answers:
                 return outcome
-            if not answers or "error" not in answers[-1]:
-                answers.append({"wrong": f"{error}"})
+            answers.append(outcome.answers[0] | {"wrong": f"{error}"})
         return outcome._replace(answers=answers)
 
 
 def without_text(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an error's answer with nothing in it that the code could choose freely."""
-    name = answer["error"]
-    known = isinstance(name, str) and hasattr(builtins, name)
+    """Return an answer in which an error has no text that the code could choose."""
+    if "error" not in answer:
+        return answer
     line = f"{answer.get('line')}".rpartition(" ")[2]
     return {
-        "error": name if known else "an error of its own",
-        "message": "the message is only shown with --trust",
+        "error": "an error",
+        "message": "--trust shows which",
         "line": f"line {line[:4]}" if line.isdecimal() else "",
     }
-
-
-@contextmanager
-def start_runner(trusted: bool, become_nobody: bool = False) -> Iterator[Runner]:
-    runner = Runner(trusted, become_nobody)
-    try:
-        yield runner
-    finally:
-        runner.process.communicate()
 
 
 def read_answers(written: bytes) -> list[dict[str, Any]]:
@@ -222,13 +211,13 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
     lost = Result(item.name, item.title, 0, item.points, "")
     if not (folder / item.file).is_file():
         return lost._replace(sentence=f"there is no {item.file} that can be graded")
-    if item is FORM:
+    if item.file == "results.json":
         # Imported here because the other items work without pydantic.
         from assignment.results import wrong_results
 
         return judged(lost, wrong_results(folder / item.file))
     cases = list(item.draw(Draw(seed)))
-    ask = runner.ask_ranks if item.result else runner.ask
+    ask = runner.ask_ranks if item.function == "update" else runner.ask
     outcome = ask(folder, item, [arguments for _, arguments in cases])
     lost = lost._replace(printed=outcome.printed)
     if outcome.answers:
@@ -237,13 +226,11 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
     machine = {
         "late": f"was not given {CPU_SECONDS} s of computing: grade it again",
         "SIGKILL": "was killed because the machine lacks memory: grade it again",
-        "gone": "ended the process that runs it: grade it again",
+        ENDED_RUNNER: "ended the process that runs it: grade it again",
     }
-    if runner.trusted and ending == "gone":
-        sentence = "ended the process that runs it, as it is not enclosed"
-    elif outcome.cpu_seconds >= CPU_SECONDS and not runner.trusted:
+    if outcome.cpu_seconds >= CPU_SECONDS and not runner.trusted:
         sentence = f"took more than {CPU_SECONDS} s of computing"
-    elif ending in machine:
+    elif ending in machine and not runner.trusted:
         return not_graded(item, f"{item.file} {machine[ending]}")
     elif ending.startswith("could not be enclosed"):
         return not_graded(item, f"{item.file} {ending}")
@@ -304,7 +291,7 @@ def copy_submission(source: Path, scratch: Path) -> None:
 
 
 def grade_each(
-    runner: Runner, source: Path, seed: int, items: Iterable[Item] = ALL_ITEMS
+    runner: Runner, source: Path, seed: int, items: Iterable[Item] = ITEMS
 ) -> Iterator[Result]:
     """Yield the result of each item of a submission as soon as it is graded.
 
@@ -325,8 +312,7 @@ def grade_each(
                 # A mistake in the student's loss.py has already cost its points.
                 shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
             try:
-                number = ALL_ITEMS.index(item)
-                result = grade_item(runner, item, scratch, seed + number)
+                result = grade_item(runner, item, scratch, seed)
             except Exception as error:
                 result = not_graded(item, f"the grader raised {quoted(repr(error))}")
             yield result
@@ -393,9 +379,8 @@ def grade_all(
 ) -> None:
     """Grade many submissions, and print and write the results of each at once."""
     lost: Counter[str] = Counter()
-    if out:
-        head = ["submission", "points", *[item.name for item in items]]
-        write_row(out, "w", [*head, "first sentence"])
+    names = [item.name for item in items]
+    rows = [["submission", "points", *names, "first sentence"]]
     for number, folder in enumerate(folders, 1):
         name = legible(folder.name)
         results = list(grade_each(runner, folder, seed, items))
@@ -404,7 +389,9 @@ def grade_all(
         if out:
             # Two names may differ only in characters that a file name cannot hold.
             write_report(out, f"{number:02}-{name[:50]}", results, seed)
-            write_row(out, "a", csv_row(name, results))
+            rows.append(csv_row(name, results))
+            with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(rows)
     counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
     print(f"{len(folders)} submissions, --seed {seed}; lost by how many: {counts}")
 
@@ -412,11 +399,6 @@ def grade_all(
 def write_report(out: Path, name: str, results: list[Result], seed: int) -> None:
     text = report(results, seed) + "\n"
     (out / f"{name}.txt").write_text(text, encoding="utf-8")
-
-
-def write_row(out: Path, mode: str, row: list[Any]) -> None:
-    with (out / "grades.csv").open(mode, newline="", encoding="utf-8") as file:
-        csv.writer(file).writerow(row)
 
 
 def has_to_become_nobody(private: Iterable[Path]) -> bool:
@@ -453,7 +435,7 @@ def main() -> None:
     if folder is None or not folder.is_dir():
         sys.exit(f"grade.py: give a folder, --all FOLDER or --solution, not {folder}")
     named = args.only
-    items = [item for item in ALL_ITEMS if named in ("", item.name, item.name[0])]
+    items = [item for item in ITEMS if named in ("", item.name, item.name[0])]
     if not items:
         sys.exit(f"grade.py: there is no item {named}; give one of the handout, as 2.3")
     folders = [folder.resolve()]
@@ -466,7 +448,7 @@ def main() -> None:
     seed = secrets.randbits(40) if args.seed is None else args.seed
     private = [ROOT, folder, *([args.out] if args.out else [])]
     become_nobody = not args.trust and has_to_become_nobody(private)
-    with start_runner(args.trust, become_nobody) as runner:
+    with Runner(args.trust, become_nobody) as runner:
         if args.all:
             grade_all(runner, folders, items, seed, args.out)
             return

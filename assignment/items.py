@@ -8,7 +8,6 @@ one, is compared with that of the reference for the same inputs. If a known mist
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from assignment.runner import answer_of
 from assignment.starter.toy import FEATURES, VOCABULARY, Part, random_ranks, run_ranks
 
 F64 = torch.float64
+FLOAT64 = "float64 tensor"  # the kind of a value; see runner.py
 # The results of toy.run_ranks, in order.
 RESULTS = ("e_B", "gradient", "passes")
 
@@ -36,13 +36,7 @@ class Item(NamedTuple):
     file: str  # the student's file
     function: str  # in that file
     draw: Callable[["Draw"], Cases]
-    gradient_only: bool = False  # compare the gradients and not the value
-    to_logits: bool = False  # compare the value and its gradient to the logits
-    kind: str = ""  # the kind that the value must have, such as "float64 tensor"
-    result: str = ""  # of toy.run_ranks, which runs `update`: one of RESULTS
-    # Relative to the largest right value. A known mistake moves some value by 1%.
-    tolerance: float = 1e-5
-    each: bool = False  # the tolerance is relative to each right value instead
+    options: list[str]  # how answers are compared; see TABLE
 
 
 class Draw:
@@ -120,23 +114,24 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
             return f"{item.function} does not work: {quoted(answer['wrong'])}"
         try:
             found.append(found_in(item, arguments, answer))
-            kind = answer["value"]["kind"] if item.kind else ""
+            kind = answer["value"]["kind"] if "float64" in item.options else FLOAT64
         except Exception:  # The answer may have any form.
             shown = quoted(f"{answer.get('value')}"[:60])
             return f"{sentence} {item.function} returned {shown}; expected numbers"
-        if kind != item.kind:
+        if kind != FLOAT64:
             shown = quoted(kind)
-            return f"{sentence} {item.function} is a {shown}; expected a {item.kind}"
+            return f"{sentence} {item.function} is a {shown}; expected a {FLOAT64}"
     if len(found) < len(cases):
         return f"{item.function} gave no answer"
     noun = f"your {item.function}"
-    if item.gradient_only:
-        noun = f"the gradient of {noun}"
-    if item.result:
-        noun = f"the {item.result} of {noun}"
+    for result in RESULTS:
+        if result in item.options:
+            noun = f"the {result} of {noun}"
     for (sentence, arguments), values in zip(cases, found, strict=True):
         right = right_values(item, arguments)
-        difference = first_difference(item, values, right, item.tolerance)
+        # The largest error that passes. A known mistake moves some value by 1%.
+        tolerance = 1e-4 if "logits" in item.options else 1e-5
+        difference = first_difference(item, values, right, tolerance)
         if difference:
             return f"{sentence} {noun} {difference}{known_mistake(item, cases, found)}"
     return ""
@@ -145,17 +140,17 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
 def found_in(item: Item, arguments: list[Any], answer: dict) -> list[Tensor]:
     """Return the tensors in an answer that the item compares."""
     value = answer["value"]
-    if item.result:
-        value = value[RESULTS.index(item.result)]
+    if item.function == "update":
+        return [as_tensor(value[RESULTS.index(item.options[0])])]
     gradients = [as_tensor(gradient) for gradient in answer["gradients"]]
-    if item.to_logits:
+    if "logits" in item.options:
         # The gradients to log pi_theta of two right functions may differ by a multiple
         # of pi_theta. The gradient to the logits is then the same.
         (gradient,) = gradients
         mean = gradient.sum(dim=-1, keepdim=True)
         gradients = [gradient - arguments[0].detach().double().exp() * mean]
         return [as_tensor(value), *gradients]
-    return gradients if item.gradient_only else [as_tensor(value)]
+    return gradients if "gradient" in item.options else [as_tensor(value)]
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -174,7 +169,7 @@ def right_values(
 ) -> list[Tensor]:
     """Return what the item compares for the reference, or for a mistake in it."""
     function = functions_of(item.file, mistake)[item.function]
-    if item.result:
+    if item.function == "update":
         answer = {"value": run_ranks(function, *arguments), "gradients": []}
     else:
         answer = answer_of(function, arguments)
@@ -191,13 +186,13 @@ def first_difference(
         if one.shape != other.shape:
             return f"has the shape {list(one.shape)}; expected {list(other.shape)}"
         size = other.nan_to_num().abs()
-        size = size if item.each else size.max()
+        size = size if "each" in item.options else size.max()
         is_close = (one - other).abs() <= tolerance * size + 1e-12
         is_close |= (one == other) | (one.isnan() & other.isnan())
         if not is_close.all():
             entry = tuple((~is_close).nonzero()[0].tolist())
             where = f"at {list(entry)} " if entry else ""
-            if item.to_logits and index:
+            if "logits" in item.options and index:
                 where = f"in its gradient to the logits {where}"
             return f"{where}is {listed(one[entry])}; expected {listed(other[entry])}"
     return ""
@@ -206,7 +201,7 @@ def first_difference(
 def known_mistake(item: Item, cases: list[Case], found: list[list[Tensor]]) -> str:
     """Return a sentence on the first known mistake that explains all answers."""
     for mistake in MISTAKES:
-        if mistake.file == item.file and item.name in mistake.items.split():
+        if item.name in mistake.items.split():
             try:
                 wrong = [right_values(item, each, mistake) for _, each in cases]
             except RuntimeError:  # A mistake may raise an error.
@@ -305,75 +300,15 @@ def outliers(draw: Draw) -> Cases:
 
 
 def two_policies(draw: Draw) -> Cases:
+    for sentence, logarithms in policies_in_nats(draw):
+        yield sentence, [each.exp() for each in logarithms]
+
+
+def policies_in_nats(draw: Draw) -> Cases:
     for spread in (0.1, 1.0, 5.0):
-        policy, behavior = [each.exp() for each in draw.policies(6, spread=spread)]
-        sentence = f"for pi_theta = {listed(policy)} and pi_b = {listed(behavior)}"
-        yield sentence, [policy, behavior]
-
-
-PART_1 = [
-    Item(
-        "1.1",
-        4,
-        "the sums of the ratios",
-        "loss.py",
-        "ratio_sums",
-        stale_batches,
-        each=True,
-    ),
-    Item(
-        "1.2",
-        3,
-        "padding does not count",
-        "loss.py",
-        "ratio_sums",
-        padded_batches,
-    ),
-    Item("1.3", 4, "e_B", "loss.py", "effective_sample_size", sums_of_batches),
-    Item(
-        "1.4",
-        3,
-        "log rho of 80 nats in float32, and no gradient",
-        "loss.py",
-        "ratio_sums",
-        far_batches,
-        kind="float64 tensor",
-        each=True,
-    ),
-    Item(
-        "1.5",
-        2,
-        "NaN if there is no e_B",
-        "loss.py",
-        "effective_sample_size",
-        unknown_sums,
-    ),
-    Item("1.6", 3, "the advantage", "loss.py", "group_advantage", rewards),
-    Item(
-        "1.7",
-        2,
-        "e_B and the variation",
-        "derivations.py",
-        "ess_of_variation",
-        variations,
-    ),
-    Item(
-        "1.8",
-        2,
-        "e_B with one outlier",
-        "derivations.py",
-        "ess_with_one_outlier",
-        outliers,
-    ),
-    Item(
-        "1.9",
-        2,
-        "e_B and the divergence",
-        "derivations.py",
-        "ess_of_policies",
-        two_policies,
-    ),
-]
+        logp, logp_behavior = draw.policies(6, spread=spread)
+        sentence = f"for log pi_theta = {listed(logp)} and log pi_b = "
+        yield sentence + listed(logp_behavior), [logp, logp_behavior]
 
 
 # Part 2: the objective, its KL and its gradient
@@ -400,7 +335,15 @@ def rounded_lists(draw: Draw) -> Cases:
     yield sentence, [logp.requires_grad_(), logp_behavior]
 
 
-def p3o_batches(argument: int, draw: Draw) -> Cases:
+def cap_batches(draw: Draw) -> Cases:
+    return p3o_batches(draw, 0)
+
+
+def kl_batches(draw: Draw) -> Cases:
+    return p3o_batches(draw, 3)
+
+
+def p3o_batches(draw: Draw, argument: int) -> Cases:
     """Draw arguments of p3o, of which one (by its index) requires a gradient."""
     for interval in E_B:
         e_b = draw.number(*interval)
@@ -434,13 +377,6 @@ def tokens_to_weigh(draw: Draw) -> Cases:
                 yield sentence, [ratio, advantage, e_b]
 
 
-def policies_in_nats(draw: Draw) -> Cases:
-    for spread in (0.1, 1.0, 4.0):
-        logp, logp_behavior = draw.policies(5, spread=spread)
-        sentence = f"for log pi_theta = {listed(logp)} and log pi_b = "
-        yield sentence + listed(logp_behavior), [logp, logp_behavior]
-
-
 def temperatures(draw: Draw) -> Cases:
     for temperature in (draw.number(0.1, 0.8), 1.0, draw.number(1.3, 9)):
         for interval in E_B:
@@ -449,85 +385,22 @@ def temperatures(draw: Draw) -> Cases:
             yield sentence, [temperature, e_b]
 
 
-PART_2 = [
-    Item("2.1", 5, "the KL", "loss.py", "kl_divergence", lists_of_tokens),
-    Item(
-        "2.2",
-        5,
-        "the gradient of the KL",
-        "loss.py",
-        "kl_divergence",
-        lists_of_tokens,
-        gradient_only=True,
-    ),
-    Item(
-        "2.3",
-        3,
-        "the KL of rounded numbers",
-        "loss.py",
-        "kl_divergence",
-        rounded_lists,
-        to_logits=True,
-        tolerance=1e-4,
-    ),
-    Item(
-        "2.4",
-        6,
-        "the cap",
-        "loss.py",
-        "p3o",
-        partial(p3o_batches, 0),
-        gradient_only=True,
-        each=True,
-    ),
-    Item(
-        "2.5",
-        4,
-        "the weight of the KL",
-        "loss.py",
-        "p3o",
-        partial(p3o_batches, 3),
-        gradient_only=True,
-        each=True,
-    ),
-    Item("2.6", 3, "a fresh batch", "loss.py", "p3o", fresh_batch),
-    Item(
-        "2.7",
-        3,
-        "the weight of a token",
-        "derivations.py",
-        "token_weight",
-        tokens_to_weigh,
-    ),
-    Item(
-        "2.8",
-        3,
-        "the KL's gradient to the logits",
-        "derivations.py",
-        "kl_gradient",
-        policies_in_nats,
-    ),
-    Item(
-        "2.9",
-        3,
-        "the KL as an entropy bonus",
-        "derivations.py",
-        "entropy_bonus",
-        temperatures,
-    ),
-]
-
-
 # Part 3: the trainer's batch
 
-# For each rank, the number of responses in each of its micro-batches.
-Sizes = list[list[int]]
-ONE_RANK: list[Sizes] = [[[2, 4]], [[3, 2, 5]]]
-SEVERAL_RANKS: list[Sizes] = [[[3], [4]], [[2], [3, 4], [2, 5, 1]]]
+
+def one_rank(draw: Draw) -> Cases:
+    return batches(draw, [[2, 4]], [[3, 2, 5]])
 
 
-def batches(sizes: list[Sizes], draw: Draw) -> Cases:
-    """Draw what toy.run_ranks takes after `update`."""
+def several_ranks(draw: Draw) -> Cases:
+    return batches(draw, [[3], [4]], [[2], [3, 4], [2, 5, 1]])
+
+
+def batches(draw: Draw, *sizes: list[list[int]]) -> Cases:
+    """Draw what toy.run_ranks takes after `update`.
+
+    sizes has, for each rank, the number of responses in each of its micro-batches.
+    """
     for rank_sizes, staleness in zip(sizes, (0.02, 0.15), strict=True):
         weight = draw.normal(1.0, FEATURES, VOCABULARY)
         seed = draw.integer(0, 2**40)
@@ -551,21 +424,6 @@ def add_unlikely_token(part: Part, weight: Tensor) -> None:
     part.logp_behavior[-1, 0] = part.top_logp_behavior[-1, 0, token]
 
 
-def update_item(name: str, points: int, title: str, sizes: list[Sizes], result: str):
-    """Return an item on one of the results of `update`."""
-    draw = partial(batches, sizes)
-    return Item(name, points, title, "batch.py", "update", draw, result=result)
-
-
-PART_3 = [
-    update_item("3.1", 4, "e_B over micro-batches", ONE_RANK, "e_B"),
-    update_item("3.2", 5, "e_B over ranks", SEVERAL_RANKS, "e_B"),
-    update_item("3.3", 4, "the gradient over micro-batches", ONE_RANK, "gradient"),
-    update_item("3.4", 5, "the gradient over ranks", SEVERAL_RANKS, "gradient"),
-    update_item("3.5", 2, "2 n - 1 passes", SEVERAL_RANKS, "passes"),
-]
-
-
 # Part 4: the experiment
 
 
@@ -576,15 +434,52 @@ def paired_values(draw: Draw) -> Cases:
         yield sentence, [first, second, level]
 
 
-PART_4 = [
-    Item(
-        "4.1",
-        2,
-        "the interval of a paired difference",
-        "experiment.py",
-        "paired_interval",
-        paired_values,
-    ),
-]
+def nothing(draw: Draw) -> Cases:
+    """Draw no inputs, for the item that runs no code."""
+    yield from ()
 
-ITEMS = [*PART_1, *PART_2, *PART_3, *PART_4]
+
+# For each item its name, its points, the student's file and function, the function that
+# draws the inputs, options and, after the colon, its title. Without options the values
+# are compared, and errors are relative to the largest right value. The options are:
+#   each      errors are relative to each right value
+#   float64   the value has to be a float64 tensor without a gradient
+#   gradient  only the gradients are compared
+#   logits    the gradient to the logits is compared, too
+#   e_B, gradient, passes (of `update`): this result of toy.run_ranks is compared
+TABLE = """
+1.1 4 loss.py ratio_sums stale_batches each: the sums of the ratios
+1.2 3 loss.py ratio_sums padded_batches: padding does not count
+1.3 4 loss.py effective_sample_size sums_of_batches: e_B
+1.4 3 loss.py ratio_sums far_batches each float64: a log rho of 80 nats in float32
+1.5 2 loss.py effective_sample_size unknown_sums: NaN if there is no e_B
+1.6 3 loss.py group_advantage rewards: the advantage
+1.7 2 derivations.py ess_of_variation variations: e_B and the variation
+1.8 2 derivations.py ess_with_one_outlier outliers: e_B with one outlier
+1.9 2 derivations.py ess_of_policies two_policies: e_B and the divergence
+2.1 5 loss.py kl_divergence lists_of_tokens: the KL
+2.2 5 loss.py kl_divergence lists_of_tokens gradient: the gradient of the KL
+2.3 3 loss.py kl_divergence rounded_lists logits: the KL of rounded numbers
+2.4 6 loss.py p3o cap_batches each gradient: the cap
+2.5 4 loss.py p3o kl_batches each gradient: the weight of the KL
+2.6 3 loss.py p3o fresh_batch: a fresh batch
+2.7 3 derivations.py token_weight tokens_to_weigh: the weight of a token
+2.8 3 derivations.py kl_gradient policies_in_nats: the KL's gradient to the logits
+2.9 3 derivations.py entropy_bonus temperatures: the KL as an entropy bonus
+3.1 4 batch.py update one_rank e_B: e_B over micro-batches
+3.2 5 batch.py update several_ranks e_B: e_B over ranks
+3.3 4 batch.py update one_rank gradient: the gradient over micro-batches
+3.4 5 batch.py update several_ranks gradient: the gradient over ranks
+3.5 2 batch.py update several_ranks passes: 2 n - 1 passes
+4.1 2 experiment.py paired_interval paired_values: the interval of a paired difference
+4.2 3 results.json - nothing: the form of results.json
+"""
+
+
+def read_item(row: str) -> Item:
+    words, title = row.split(": ")
+    name, points, file, function, draw, *options = words.split()
+    return Item(name, int(points), title, file, function, globals()[draw], options)
+
+
+ITEMS = [read_item(row) for row in TABLE.strip().splitlines()]

@@ -11,10 +11,10 @@ A job runs in a process of its own, which is forked and enclosed (sandbox.py). W
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import pickle
+import runpy
 import select
 import signal
 import sys
@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # Importing these takes longer than all items of a student, so it is done once, here.
@@ -34,15 +34,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 
 
-def load(name: str, path: Path) -> ModuleType:
-    """Import a file under a name that a student's code cannot import or shadow."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-run_rank = load("toy of the grader", HERE / "starter/toy.py").run_rank
+# Code of the grader is loaded as a dict, so a student's code cannot find its module.
+run_rank = runpy.run_path(str(HERE / "starter/toy.py"))["run_rank"]
 
 
 def plain(value: Any) -> Any:
@@ -74,11 +67,9 @@ def gradients(result: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         weight = weight.reshape(result.shape)
         inputs = [leaves[i] for i in active]
         results = torch.autograd.grad(
-            (result * weight).sum(), inputs, allow_unused=True
+            (result * weight).sum(), inputs, materialize_grads=True
         )
         for i, gradient in zip(active, results, strict=True):
-            if gradient is None:
-                continue
             if gradient.shape[: weight.dim()] == weight.shape:
                 extra = (1,) * (gradient.dim() - weight.dim())
                 gradient = gradient / weight.reshape(weight.shape + extra)
@@ -241,5 +232,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--trust" not in sys.argv:
-        sandbox = load("sandbox", HERE / "sandbox.py")
+        sandbox = SimpleNamespace(**runpy.run_path(str(HERE / "sandbox.py")))
     main()

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
 # Python and its packages need these. The student's folder is added for each job.
 SYSTEM_FILES = ["/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
 LIBRARIES = [

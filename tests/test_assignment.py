@@ -1,8 +1,8 @@
-"""The assignment's grader: what each submission gets, and what it cannot do.
+"""Tests what the assignment's grader gives to each submission, and what it prevents.
 
 The reference gets all points and the starter none. Each known mistake loses the items
-that it should and no others. Hostile code gets no points, and leaves the grader and its
-files as they were.
+that it should and no others. Hostile code gets no points, and cannot change the grader
+or its files.
 """
 
 import csv
@@ -11,12 +11,13 @@ import math
 import mmap
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,50 +26,48 @@ import pytest
 import torch
 from conftest import ROOT
 
-from assignment import grade, sandbox
-from assignment import runner as runner_module
+from assignment import grade, results, sandbox
 from assignment.grade import SOLUTION, Runner
 from assignment.gradescope import run as gradescope
-from assignment.items import ITEMS, Draw, Item
+from assignment.items import ITEMS, Draw
 from assignment.mistakes import MISTAKES, functions_of, source_of
-from assignment.results import wrong_results
 from assignment.starter.toy import Part, Policy, random_ranks, run_ranks
 from assignment.variant import make_variant
 from loss import effective_sample_size, kl_divergence, p3o, ratio_sums
 
 STARTER = ROOT / "assignment/starter"
 SEED = 20260512
-ITEM = {item.name: item for item in ITEMS}
+# The items that run a student's code.
+ITEM = {item.name: item for item in ITEMS if item.file != "results.json"}
 
-# The grader runs foreign code. Without Landlock (Linux 5.13, x86-64) it refuses to.
 pytestmark = pytest.mark.skipif(
     sandbox.landlock_version() < 1,
-    reason="this kernel has no Landlock, without which foreign code is not run",
+    reason="without Landlock (Linux 5.13) the grader does not run other people's code",
 )
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
+    """Start a process that runs code enclosed; the instructor's token is not for it."""
     os.environ["GITHUB_TOKEN"] = "the instructor's"
-    with grade.start_runner(trusted=False) as runner:
+    with Runner(trusted=False) as runner:
         yield runner
 
 
 def lost_by_file(runner: Runner, folder: Path, file: str) -> dict[str, str]:
-    """The items of one file in which a submission gets no points, and why."""
-    results = [
-        grade.grade_item(runner, item, folder, SEED)
-        for item in ITEMS
-        if item.file == file
-    ]
+    """Return the items of one file that give a submission no points, and why."""
+    items = [item for item in ITEMS if item.file == file]
+    results = [grade.grade_item(runner, item, folder, SEED) for item in items]
     return {result.name: result.sentence for result in results if not result.points}
 
 
 # The reference, the starter, the handout
 
 
-def test_the_reference_gets_all_points(runner):
-    results = list(grade.grade_each(runner, SOLUTION, SEED))
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_reference_gets_all_points(trusted):
+    with Runner(trusted) as runner:
+        results = list(grade.grade_each(runner, SOLUTION, SEED))
     assert grade.lost_items(results) == []
     assert grade.total(results) == "85 of 85"
 
@@ -79,7 +78,7 @@ def test_the_starter_and_an_empty_folder_get_none(runner, tmp_path):
 
 
 def test_the_starter_has_the_signatures_of_the_reference():
-    for item in ITEMS:
+    for item in ITEM.values():
         texts = [source_of(item.file), (STARTER / item.file).read_text()]
         begins = [text.index(f"def {item.function}(") for text in texts]
         reference, starter = [
@@ -197,8 +196,8 @@ def test_code_that_answers_without_computing_gets_no_point(runner, tmp_path, cod
     assert lost_by_file(runner, tmp_path, "loss.py").keys() == OF_LOSS.keys()
 
 
-def test_inputs_repeat_with_their_seed_and_differ_without():
-    for item in ITEMS:
+def test_the_same_seed_draws_the_same_inputs_and_another_seed_draws_others():
+    for item in ITEM.values():
         first, again, other = [str(list(item.draw(Draw(seed)))) for seed in (1, 1, 2)]
         assert first == again != other
 
@@ -207,48 +206,39 @@ def test_inputs_repeat_with_their_seed_and_differ_without():
 
 
 def sentence_of(runner: Runner, folder: Path, code: str) -> str:
-    """What the grader says of item 1.1, if loss.py has this code."""
+    """Return what the grader says about item 1.1 if loss.py contains this code."""
     (folder / "loss.py").write_text(code)
     result = grade.grade_item(runner, ITEM["1.1"], folder, SEED)
-    assert result.points == 0
+    assert grade.lost_items([result]) == ["1.1"]
     return result.sentence
 
 
 CALLED = "def ratio_sums(log_ratio, mask):\n    "
 
 
-def test_an_endless_loop_is_stopped_and_its_line_is_said(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr(grade, "CPU_SECONDS", 1)
-    said = sentence_of(runner, tmp_path, CALLED + "while True: pass")
-    assert "computed for too long and was stopped (loss.py, line 2)" in said
-
-
-def test_an_endless_loop_that_ignores_the_signal_is_killed(
+def test_code_that_is_not_given_the_processor_is_not_graded(
     runner, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(grade, "CPU_SECONDS", 1)
-    ignore = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)"
-    code = f"{ignore}\nwhile True: pass"
-    assert "took more than 1 s of computing" in sentence_of(runner, tmp_path, code)
-
-
-@pytest.mark.parametrize(
-    "wall_seconds, idle_seconds, lost, said",
-    [(0.5, 60, [], "grade it again"), (60, 0.5, ["1.1"], "slept for 0.5 s")],
-)
-def test_code_that_sleeps_loses_the_item_but_a_late_process_is_not_graded(
-    runner, tmp_path, monkeypatch, wall_seconds, idle_seconds, lost, said
-):
-    monkeypatch.setattr(grade, "WALL_SECONDS", wall_seconds)
-    monkeypatch.setattr(grade, "IDLE_SECONDS", idle_seconds)
+    monkeypatch.setattr(grade, "WALL_SECONDS", 0.5)
     (tmp_path / "loss.py").write_text("import time\ntime.sleep(10**6)")
     result = grade.grade_item(runner, ITEM["1.1"], tmp_path, SEED)
-    assert said in result.sentence
-    assert grade.lost_items([result]) == lost
-    assert ("not graded" in grade.report([result], SEED)) == (not lost)
+    assert "grade it again" in result.sentence
+    assert grade.lost_items([result]) == []
+    assert "not graded" in grade.report([result], SEED)
 
 
 HOSTILE = {
+    "endless loop": (
+        CALLED + "while True: pass",
+        "computed for too long and was stopped (loss.py, line 2)",
+    ),
+    "endless loop that ignores the signal": (
+        "from signal import *\nsignal(SIGXCPU, SIG_IGN)\nwhile True: pass",
+        "took more than 1 s of computing",
+    ),
+    "sleep": ("import time\ntime.sleep(10**6)", "slept for 1 s"),
+    "writes its own file": ("open(__file__, 'w')", "PermissionError"),
+    "writes shared memory": ("open('/dev/shm/answers', 'w')", "PermissionError"),
     "crash": ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
     # The runner lets it write 4 MB.
     "flood of answers": (CALLED + "return 'x' * 2**23", "without an answer"),
@@ -299,7 +289,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("code, said", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_code_is_told_what_happened(runner, tmp_path, code, said):
+def test_the_report_on_hostile_code_says_what_happened(
+    runner, tmp_path, monkeypatch, code, said
+):
+    monkeypatch.setattr(grade, "CPU_SECONDS", 1)
+    monkeypatch.setattr(grade, "IDLE_SECONDS", 1)
     sentence = sentence_of(runner, tmp_path, code)
     assert said in sentence
     assert os.environ["GITHUB_TOKEN"] not in sentence
@@ -326,7 +320,7 @@ raise RuntimeError([n for n in numbers if not is_refused(n)])"""
     assert not (reach_others | change_files) & set(allowed)
 
 
-def test_memory_is_counted_from_what_the_process_has():
+def test_the_limit_of_memory_does_not_include_what_the_process_had_before():
     # torch with CUDA reserves 10 GB of addresses when it is imported.
     reserved = mmap.mmap(-1, 4 * 2**30, flags=mmap.MAP_PRIVATE, prot=0)
     process = os.fork()
@@ -375,12 +369,10 @@ def update(policy, parts, *_):
     (tmp_path / "batch.py").write_text(leak)
     result = grade.grade_item(runner, ITEM["3.2"], tmp_path, SEED)
     assert (result.points, result.printed) == (0, "")
-    assert "an error of its own" in result.sentence
-    assert "line 8" in result.sentence
-    assert "weight" not in result.sentence
+    assert result.sentence == 'update raised "an error: --trust shows which (line 8)"'
 
 
-def test_an_input_that_no_longer_asks_for_a_gradient_costs_nothing(runner, tmp_path):
+def test_code_may_switch_off_the_gradient_of_an_input(runner, tmp_path):
     text = source_of("loss.py").replace(
         "logp_behavior.detach().double()",
         "logp_behavior.requires_grad_(False).double()",
@@ -389,18 +381,7 @@ def test_an_input_that_no_longer_asks_for_a_gradient_costs_nothing(runner, tmp_p
     assert lost_by_file(runner, tmp_path, "loss.py") == {}
 
 
-def test_no_file_can_be_opened_to_write(runner, tmp_path):
-    submission, elsewhere = tmp_path / "submission", tmp_path / "elsewhere"
-    submission.mkdir()
-    elsewhere.mkdir()
-    for target in (elsewhere / "file", submission / "loss.py"):
-        target.write_text("as it was")
-        code = f"open({str(target)!r}, 'w')"
-        assert "PermissionError" in sentence_of(runner, submission, code)
-        assert target.read_text() in ("as it was", code)
-
-
-def test_links_pipes_and_long_files_stay_behind(tmp_path):
+def test_links_pipes_and_long_files_are_not_copied(tmp_path):
     source, scratch = tmp_path / "source", tmp_path / "scratch"
     source.mkdir()
     scratch.mkdir()
@@ -413,24 +394,12 @@ def test_links_pipes_and_long_files_stay_behind(tmp_path):
     assert kept == ["experiment.py", "toy.py"]
 
 
-def living(group: int) -> int:
-    """How many processes of a process group live."""
-    count = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The fields after the name, which is in brackets: state, parent, group.
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        count += int(its_group) == group and state != "Z"
-    return count
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
+def child_of(process: int) -> int:
+    """Wait until a process has a child, and return the child's number."""
+    children = Path(f"/proc/{process}/task/{process}/children")
+    while not children.read_text():
         time.sleep(0.1)
+    return int(children.read_text().split()[0])
 
 
 def test_no_process_outlives_a_grader_that_is_killed(tmp_path):
@@ -438,43 +407,35 @@ def test_no_process_outlives_a_grader_that_is_killed(tmp_path):
     grader = os.fork()
     if grader == 0:
         try:
-            os.setpgid(0, 0)
-            with grade.start_runner(trusted=False) as runner:
+            with Runner(trusted=False) as runner:
                 list(grade.grade_each(runner, tmp_path, SEED))
         finally:
             os._exit(1)
     try:
-        # The grader, the runner, and the code.
-        wait_until(lambda: living(grader) == 3, seconds=60)
+        runner = child_of(grader)
+        handles = [os.pidfd_open(each) for each in (runner, child_of(runner))]
     finally:
         os.kill(grader, signal.SIGKILL)
         os.waitpid(grader, 0)
-    wait_until(lambda: living(grader) == 0, seconds=5)
+    for handle in handles:
+        # It is readable as soon as its process has ended.
+        assert select.select([handle], [], [], 5)[0]
+        os.close(handle)
 
 
 # What the grader prints and writes
 
 
-def test_one_cause_is_said_once(runner, tmp_path):
-    (tmp_path / "loss.py").write_text("def ratio_sums(")
-    results = [
-        grade.grade_item(runner, ITEM[name], tmp_path, SEED) for name in ("1.1", "1.2")
-    ]
-    text = grade.report(results, SEED)
-    assert text.count("SyntaxError") == 1
-    assert text.count("(as in 1.1)") == 1
-
-
 @pytest.fixture
 def this_runner(runner, monkeypatch):
-    """What starts a runner has the one that is there."""
+    """Replace the class Runner, so that no second process is started."""
     monkeypatch.setattr(grade, "has_to_become_nobody", lambda private: False)
-    monkeypatch.setattr(grade, "start_runner", lambda *_: nullcontext(runner))
+    monkeypatch.setattr(grade, "Runner", lambda *_: nullcontext(runner))
 
 
 @pytest.fixture
 def command(this_runner, monkeypatch):
-    """grade.py's main with these words."""
+    """Return a function that runs grade.py with the given arguments."""
 
     def run(*words: object) -> None:
         monkeypatch.setattr(sys, "argv", ["grade.py", *map(str, words)])
@@ -494,11 +455,11 @@ def test_many_submissions_are_graded_in_one_command(
         (folder / student / "experiment.py").write_text(solved)
     (folder / "link").symlink_to(folder / "emmy")
     right = grade.what_is_wrong
-    answers = iter([ZeroDivisionError("of Ada's")])
+    errors = [ZeroDivisionError("of the grader")]
 
     def fails_once(*arguments: Any) -> str:
-        for error in answers:
-            raise error
+        if errors:
+            raise errors.pop()
         return right(*arguments)
 
     monkeypatch.setattr(grade, "what_is_wrong", fails_once)
@@ -517,31 +478,32 @@ def test_many_submissions_are_graded_in_one_command(
     assert rows == list(zip(names, ["", "2", "2", "2", "", "2"], strict=True))
 
 
-def test_one_item_is_graded_and_what_it_prints_is_shown(tmp_path, command, capsys):
-    (tmp_path / "loss.py").write_text(
-        CALLED + "print('\\x1b[2Jlog rho:', log_ratio[0, 0])"
-    )
-    command(tmp_path, "--only", "1.1")
+def test_the_report_says_the_same_error_and_printed_text_only_once(
+    tmp_path, command, capsys
+):
+    (tmp_path / "loss.py").write_text("print('\\x1b[2Jlog rho')\nraise IndexError")
+    command(tmp_path, "--only", "1")
     said = capsys.readouterr().out
-    assert "printed |  [2Jlog rho: tensor(" in said
-    assert said.endswith("points: 0 of 4\n")
+    # ratio_sums runs in 1.1, 1.2 and 1.4, and two other functions of loss.py in part 1.
+    assert said.count("printed |  [2Jlog rho") == 1
+    assert said.count("IndexError") == 3
+    assert said.count("(as in 1.1)") == 2
+    assert said.endswith("points: 0 of 25\n")
 
 
 def test_gradescope_gets_all_items_even_if_the_grader_dies(
     tmp_path, this_runner, monkeypatch
 ):
-    shutil.copy(SOLUTION / "experiment.py", tmp_path)
+    for name in ("experiment.py", "results.json"):
+        shutil.copy(SOLUTION / name, tmp_path)
     monkeypatch.setattr(gradescope, "SUBMISSION", tmp_path)
     monkeypatch.setattr(gradescope, "RESULTS", tmp_path / "out.json")
     monkeypatch.setattr(grade, "WALL_SECONDS", 60)
-    right = grade.grade_item
 
-    def dies_at_the_last(runner: Runner, item: Item, *arguments: Any) -> grade.Result:
-        if item is grade.FORM:
-            raise KeyboardInterrupt
-        return right(runner, item, *arguments)
+    def dies(path: Path) -> str:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(grade, "grade_item", dies_at_the_last)
+    monkeypatch.setattr(results, "wrong_results", dies)
     with pytest.raises(KeyboardInterrupt):
         gradescope.main()
     tests = json.loads((tmp_path / "out.json").read_text())["tests"]
@@ -573,44 +535,31 @@ def test_the_public_solution_loses_the_part_that_a_variant_changes(
         assert set(re.findall(r"(?m)^  (\S+)  0 of", said.stdout)) == of_folder
 
 
-def test_trusted_code_runs_in_this_process_on_any_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    grade.copy_submission(SOLUTION, tmp_path)
-    job = {
-        "folder": str(tmp_path),
-        "module": "loss",
-        "function": "p3o",
-        "calls": [[torch.zeros(1)] * 4 + [1.0]],
-        "answers": tmp_path / "answers",
-        "printed": tmp_path / "printed",
-    }
-    runner_module.run_here(job)
-    (answer,) = json.loads((tmp_path / "answers").read_text())
-    assert answer["value"] == {"tensor": [-0.0], "kind": "float32 tensor"}
+# The grader's user, the kernel's version of Landlock, the folders that all users can
+# open, the repository, and the reason for refusing; none if the grader may run.
+MACHINES = """
+user |  1 |               | home/repository    |
+user | -1 |               | home/repository    | no Landlock
+user |  1 |               | usr/lib/repository | the code could read
+root |  7 |               | home/repository    | start the grader as another user
+root |  7 | usr/lib       | home/repository    |
+root | -1 | usr/lib, home | home/repository    | close the folder
+root | -1 | usr/lib       | home/repository    |
+"""
 
 
-@pytest.mark.parametrize(
-    "is_root, landlock, open_folders, private, said",
-    [
-        (False, 1, "", "home/repository", ""),
-        (False, -1, "", "home/repository", "no Landlock"),
-        (False, 1, "", "usr/lib/repository", "the code could read"),
-        (True, 7, "", "home/repository", "start the grader as another user"),
-        (True, 7, "usr/lib", "home/repository", ""),
-        (True, -1, "usr/lib home", "home/repository", "close the folder"),
-        (True, -1, "usr/lib", "home/repository", ""),
-    ],
-)
-def test_the_grader_refuses_if_foreign_code_cannot_be_enclosed(
-    tmp_path, monkeypatch, is_root, landlock, open_folders, private, said
+@pytest.mark.parametrize("row", MACHINES.strip().splitlines())
+def test_the_grader_refuses_to_run_if_it_cannot_enclose_code(
+    tmp_path, monkeypatch, row
 ):
+    user, landlock, folders, private, said = [cell.strip() for cell in row.split("|")]
     (tmp_path / "usr/lib").mkdir(parents=True)
-    monkeypatch.setattr(os, "geteuid", lambda: 0 if is_root else 1000)
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if user == "root" else 1000)
     monkeypatch.setattr(sandbox, "LIBRARIES", [tmp_path / "usr/lib"])
-    monkeypatch.setattr(sandbox, "landlock_version", lambda: landlock)
-    is_open = [str(tmp_path / each) for each in open_folders.split()]
+    monkeypatch.setattr(sandbox, "landlock_version", lambda: int(landlock))
+    is_open = tuple(str(tmp_path / each) for each in folders.split(", ") if each)
     monkeypatch.setattr(
-        sandbox, "is_open_to_others", lambda path: str(path).startswith((*is_open, "-"))
+        sandbox, "is_open_to_others", lambda path: str(path).startswith(is_open)
     )
     reason = sandbox.refusal([tmp_path / private])
     assert said in reason
@@ -620,41 +569,58 @@ def test_the_grader_refuses_if_foreign_code_cannot_be_enclosed(
 # results.json of part 4
 
 
-def flags(words: str) -> dict[str, list[str]]:
-    return {"flags": words.split()}
+def wrong_in(folder: Path, *changes: dict[str, Any]) -> str:
+    """Return what is wrong if these fields of the two arms are changed."""
+    found = json.loads((SOLUTION / "results.json").read_text())
+    for arm, change in zip(found["arms"].values(), changes, strict=False):
+        arm.update(change)
+    path = folder / "results.json"
+    path.write_text(json.dumps(found))
+    return results.wrong_results(path)
 
 
-@pytest.mark.parametrize(
-    "first, second, said",
-    [
-        ({"seeds": [0, 1, 2, 3]}, {}, "at least 5 items"),
-        ({"seeds": [0, 1, 2, 3, 3]}, {}, "has a seed twice"),
-        ({"seeds": [5, 6, 7, 8, 9]}, {}, "do not have the same seeds"),
-        ({"values": [0.5]}, {}, "does not have one value for each seed"),
-        ({"values": [2.0] * 5}, {}, "less than or equal to 1"),
-        ({"values": [0.5] * 5}, {}, "from the values it is"),
-        (flags("--seed=3"), {}, "leave --seed, --config and --help out"),
-        (flags("--objective=antigravity"), {}, '"antigravity" is not one of p3o'),
-        (flags("--temprature=1.2"), {}, "train.py refuses the flags"),
-        (flags("--lag=4 " * 51), {}, "at most 50 items"),
-        ({"flags": ["--objective_args=" + "," * 20_000]}, {}, "more than 20000 bytes"),
-        ({"seeds": list(range(9_000))}, {}, "more than 20000 bytes"),
-        # The arms differ, and one of them has a mismatch.
-        (flags("--lag=4 --out_dir=runs/a"), flags("--lag 4"), "have the same settings"),
-        (flags("--minibatches=1"), flags("--objective=grpo"), "no arm has a mismatch"),
-        (flags("--minibatches=4"), flags("--objective=grpo"), ""),
-        (flags("--top_p=0.9"), flags("--objective=p3o"), ""),
-        # Nothing that a student names is imported.
-        (flags("--objective=antigravity:fly --lag=4"), flags("--objective=grpo"), ""),
-    ],
-)
-def test_what_does_not_fit_in_results_is_told(tmp_path, first, second, said):
-    results = json.loads((SOLUTION / "results.json").read_text())
-    for arm, fields in zip(results["arms"].values(), (first, second), strict=True):
-        arm.update(fields)
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(results))
-    found = wrong_results(path)
+# A field of the first arm, its value, and the answer.
+FIELDS = """
+seeds  | [0, 1, 2, 3]              | at least 5 items
+seeds  | [0, 1, 2, 3, 3]           | has a seed twice
+seeds  | [5, 6, 7, 8, 9]           | do not have the same seeds
+values | [0.5]                     | does not have one value for each seed
+values | [0.5, 0.5, 0.5, 0.5, 2]   | less than or equal to 1
+values | [0.5, 0.5, 0.5, 0.5, 0.5] | from the values it is
+"""
+
+
+@pytest.mark.parametrize("row", FIELDS.strip().splitlines())
+def test_results_that_do_not_fit_together_are_refused(tmp_path, row):
+    name, value, said = [cell.strip() for cell in row.split("|")]
+    assert said in wrong_in(tmp_path, {name: json.loads(value)})
+
+
+def test_overlong_results_are_refused_before_their_flags_are_parsed(tmp_path):
+    assert "at most 50 items" in wrong_in(tmp_path, {"flags": ["--lag=4"] * 51})
+    assert "more than 20000 bytes" in wrong_in(tmp_path, {"flags": ["," * 20_000]})
+
+
+# The flags of the first arm, the flags of the second, and the answer; none if both are
+# right. They are right if the arms differ and at least one of them has a mismatch.
+FLAGS = """
+--seed=3                    | --lag=4          | leave --seed, --config and
+--config=/etc/passwd        | --lag=4          | leave --seed, --config and
+--temprature=1.2            | --lag=4          | train.py refuses the flags
+--objective=antigravity     | --lag=4          | "antigravity" is not one of p3o
+--lag=4 --out_dir=runs/a    | --lag 4          | have the same settings
+--minibatches=1             | --objective=grpo | no arm has a mismatch
+--minibatches=4             | --objective=grpo |
+--top_p=0.9                 | --objective=p3o  |
+--objective=antigravity:fly | --lag=4          |
+--verifier=antigravity:fly  | --lag=4          |
+"""
+
+
+@pytest.mark.parametrize("row", FLAGS.strip().splitlines())
+def test_flags_are_checked_without_importing_what_they_name(tmp_path, row):
+    *arms, said = [cell.strip() for cell in row.split("|")]
+    found = wrong_in(tmp_path, *[{"flags": arm.split()} for arm in arms])
     assert said in found
     assert bool(said) == bool(found)
     assert "antigravity" not in sys.modules

@@ -1,11 +1,9 @@
 """Parts 1 and 2: formulas that you derive on paper and write down here.
 
 Each is a line or two of arithmetic, without a batch and without autograd. The grader
-compares them with the definitions. `python derivations.py` compares the last one with
-autograd.
+compares them with the definitions.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -58,24 +56,3 @@ def entropy_bonus(temperature: float, e_b: float) -> float:
     times the gradient of H, the entropy of pi_theta. Return that number.
     """
     raise NotImplementedError("part 2: the KL as an entropy bonus")
-
-
-def main() -> None:
-    """Print both sides of the last identity for a random policy."""
-    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    logp = logits.log_softmax(dim=-1)
-    entropy = -(logp.exp() * logp).sum()
-    (entropy_gradient,) = torch.autograd.grad(entropy, logits, retain_graph=True)
-    for temperature in (0.7, 1.0, 1.5, 3.0):
-        behavior = (logits / temperature).log_softmax(dim=-1).detach()
-        kl = (logp.exp() * (logp - behavior)).sum()
-        (kl_term_gradient,) = torch.autograd.grad(kl, logits, retain_graph=True)
-        e_b = ess_of_policies(logp.detach().exp(), behavior.exp())
-        print(f"T = {temperature}, e_B = {e_b:.4f}")
-        print("    minus the gradient of the KL's term ", -(1 - e_b) * kl_term_gradient)
-        print("    entropy_bonus times the entropy's   ", end=" ")
-        print(entropy_bonus(temperature, e_b) * entropy_gradient)
-
-
-if __name__ == "__main__":
-    main()
