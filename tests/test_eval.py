@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -47,43 +49,36 @@ def test_pass_at_k_refuses_what_cannot_be(n, c, k):
 # Intervals
 
 
-def of_task(counts: list[int], n: int) -> dict[str, Any]:
-    """The estimates of a task whose problems have so many right samples of n."""
-    return estimate({"task": counts}, n)["task"]
-
-
-def test_the_interval_of_a_share_is_that_of_the_binomial_distribution():
-    # 300 of 1000 problems right: standard error sqrt(0.3 * 0.7 / 1000) = 0.01449.
-    estimated = of_task([1] * 300 + [0] * 700, n=1)["1"]
-    assert estimated["value"] == pytest.approx(0.3, abs=1e-12)
-    # Quantiles of 9,999 resamples have a standard error of 0.027 standard errors,
-    # 0.0004.
-    low, high = 0.3 - 1.96 * 0.01449, 0.3 + 1.96 * 0.01449
-    assert estimated["interval"] == pytest.approx([low, high], abs=0.0015)
-
-
-def test_problems_are_resampled_with_all_their_samples():
-    # Half of 400 problems are always right, half never. The 8 samples of a problem say
-    # the same: the standard error is sqrt(0.25 / 400) = 0.025, and not that of 3200
-    # samples, 0.0088.
-    estimated = of_task([8] * 200 + [0] * 200, n=8)
-    assert list(estimated) == ["1", "2", "4", "8"]
-    for of_k in estimated.values():
-        expected = [0.5 - 0.049, 0.5 + 0.049]
-        assert of_k["interval"] == pytest.approx(expected, abs=0.003)
-
-
-@pytest.mark.parametrize("count, interval", [(0, [0, 0.1157]), (4, [0.8843, 1])])
-def test_none_and_all_of_30_problems_have_the_exact_binomial_interval(count, interval):
-    # The bootstrap would say [0, 0]. With a share p, none of 30 is right with
-    # probability (1 - p)^30, which is 2.5% at p = 1 - 0.025^(1/30) = 0.1157.
-    for of_k in of_task([count] * 30, n=4).values():
-        assert of_k["interval"] == pytest.approx(interval, abs=1e-4)
-
-
-def test_a_single_problem_tells_nothing_of_others():
-    for of_k in of_task([1], n=4).values():
-        assert of_k["interval"] == [0, 1]
+@pytest.mark.parametrize(
+    "counts, n, interval, tolerance",
+    [
+        # 300 of 1000 problems are right. The standard error is
+        # sqrt(0.3 * 0.7 / 1000) = 0.01449. Quantiles of 9,999 resamples have a standard
+        # error of 0.027 standard errors, 0.0004.
+        ([1] * 300 + [0] * 700, 1, [0.3 - 0.0284, 0.3 + 0.0284], 0.0015),
+        # Half of 400 problems are always right, half never. The 8 samples of a problem
+        # say the same: the standard error is sqrt(0.25 / 400) = 0.025, and not that of
+        # 3200 samples, 0.0088.
+        ([8] * 200 + [0] * 200, 8, [0.451, 0.549], 0.003),
+        # For none and all of 30 problems the bootstrap would say [0, 0]. With a share
+        # p, none is right with probability (1 - p)^30, which is 2.5% at
+        # p = 1 - 0.025^(1/30) = 0.1157.
+        ([0] * 30, 4, [0, 0.1157], 1e-4),
+        ([4] * 30, 4, [0.8843, 1], 1e-4),
+        # A single problem tells nothing about others.
+        ([1], 4, [0, 1], 0),
+    ],
+    ids=["shares", "whole problems", "none", "all", "a single problem"],
+)
+def test_an_interval_is_that_of_the_binomial_distribution_of_problems_not_of_samples(
+    counts, n, interval, tolerance
+):
+    by_k = estimate({"task": counts}, n)["task"]
+    assert list(by_k) == [str(k) for k in (1, 2, 4, 8) if k <= n]
+    for estimated in by_k.values():
+        assert estimated["interval"] == pytest.approx(interval, abs=tolerance)
+    right = sum(counts) / n / len(counts)
+    assert by_k["1"]["value"] == pytest.approx(right, abs=1e-12)
 
 
 # On the engine
@@ -107,35 +102,30 @@ def evaluate_here(run_here: Any, out: Path, *flags: str) -> dict[str, Any]:
 def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
     run_here, tmp_path, capsys, monkeypatch
 ):
-    lines = Path("tiny/heldout.jsonl").read_text().splitlines()
-    (tmp_path / "sums").mkdir()
-    sums = tmp_path / "sums/heldout.jsonl"
-    sums.write_text("\n".join(lines[100:109]))
-    (tmp_path / "sums/task.json").write_text(Path("tiny/task.json").read_text())
-    flags = [f"--task=tiny,{sums.parent}", "--samples=3", "--limit=20"]
+    own = tmp_path / "sums"
+    shutil.copytree("tiny", own, ignore=shutil.ignore_patterns("*.safetensors"))
+    lines = (own / "heldout.jsonl").read_text().splitlines()
+    (own / "heldout.jsonl").write_text("\n".join(lines[100:109]))
     # People who use vLLM on a CPU export it. Here the field decides.
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
+    flags = [f"--task=tiny,{own}", "--samples=3", "--limit=20"]
     result = evaluate_here(run_here, tmp_path / "out", *flags)
     assert result["settings"]["limit"] == 20
-    tiny, own = result["correct"].values()
-    assert (len(tiny), len(own)) == (20, 9)
-    for k in 1, 2, 3:
-        means = []
-        for counts in tiny, own:
-            means.append(sum(pass_at_k(3, c, k) for c in counts) / len(counts))
-        estimates = [of_task[str(k)] for of_task in result["pass@k"].values()]
-        assert [each["value"] for each in estimates] == pytest.approx(means)
+    counts = list(result["correct"].values())
+    assert list(map(len, counts)) == [20, 9]
+    for correct, by_k in zip(counts, result["pass@k"].values(), strict=True):
+        for k in 1, 2, 3:
+            right = statistics.mean(pass_at_k(3, c, k) for c in correct)
+            assert by_k[str(k)]["value"] == pytest.approx(right)
     printed = capsys.readouterr().out
     assert f"tiny: pass@1 {result['pass@k']['tiny']['1']['value']:.3f} [" in printed
     samples = [json.loads(line) for line in open(tmp_path / "out/samples.jsonl")]
-    assert [sample["rewards"].count(1.0) for sample in samples] == tiny + own
+    assert [sample["rewards"].count(1.0) for sample in samples] == sum(counts, [])
     for sample in samples:
-        assert (
-            score(sample["responses"], [sample["answer"]] * 3, "exact")
-            == (sample["rewards"])
-        )
-    cut = [cut for sample in samples[:20] for cut in sample["truncated"]]
-    assert f"tiny: {sum(cut) / 60:.0%} of the responses are cut at" in printed
+        rewards = score(sample["responses"], [sample["answer"]] * 3, "exact")
+        assert rewards == sample["rewards"]
+    cut = statistics.mean(cut for sample in samples[:20] for cut in sample["truncated"])
+    assert f"tiny: {cut:.0%} of the responses are cut at" in printed
 
 
 def test_an_answer_that_is_marked_nowhere_is_counted_and_counts_outlast_the_intervals(
@@ -157,20 +147,13 @@ def test_an_answer_that_is_marked_nowhere_is_counted_and_counts_outlast_the_inte
 
 
 @pytest.mark.parametrize("script", [train, eval])
-def test_an_out_dir_that_cannot_be_is_refused_before_an_engine_is_built(
-    script, run_here, monkeypatch
-):
-    monkeypatch.setattr(Engine, "__init__", lambda *_: pytest.fail("too late"))
-    sentence = "out_dir README.md/run cannot be made: Not a directory"
-    with pytest.raises(Refused, match=sentence):
-        run_here(script, "--out_dir=README.md/run")
-
-
-@pytest.mark.parametrize("script", [train, eval])
-def test_a_start_that_fails_leaves_a_folder_that_the_next_one_takes(
+def test_an_out_dir_is_checked_before_an_engine_is_built_and_a_failed_start_is_no_run(
     script, run_here, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(Engine, "__init__", dict)  # which cannot build one
+    sentence = "out_dir README.md/run cannot be made: Not a directory"
+    with pytest.raises(Refused, match=sentence):
+        run_here(script, "--out_dir=README.md/run")
     for _ in range(2):  # an empty folder, and one with a config.json
         with pytest.raises(TypeError):
             run_here(script, f"--out_dir={tmp_path}")

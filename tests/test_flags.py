@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from launch import ENVIRONMENT
+from launch import run_script
 
 import support.checkpoints
 import support.machine
@@ -79,74 +79,53 @@ def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
     assert parse_flags(Config, []).steps == Config().steps == 60
 
 
-ARGUMENT = "--objective_args=eps=0.4"
-
-
-@pytest.mark.parametrize(
-    "kind, flags, field, value",
-    [
-        (Config, "--resume", "resume", True),
-        (Config, "--resume --no-resume", "resume", False),
-        (Config, ARGUMENT, "objective_args", {"eps": 0.4}),
-        (
-            Config,
-            f"{ARGUMENT} --objective_args c=3",
-            "objective_args",
-            {"eps": 0.4, "c": 3},
-        ),
-        (Config, "--out_dir=~/runs/x", "out_dir", "/home/someone/runs/x"),
-        (EvalConfig, "--out_dir=~/runs/x", "out_dir", "/home/someone/runs/x"),
-        (EvalConfig, "--task=gsm8k,math", "task", ["gsm8k", "math"]),
-    ],
-)
-def test_a_flag_sets_its_field(kind, flags, field, value, monkeypatch):
+def test_a_flag_sets_its_field(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")  # ~ in a shell
-    assert getattr(parse_flags(kind, flags.split()), field) == value
+    flags = "--objective_args=eps=0.4 --objective_args c=3 --resume --out_dir=~/runs/x"
+    cfg = parse_flags(Config, flags.split())
+    assert cfg.objective_args == {"eps": 0.4, "c": 3}
+    assert cfg.resume
+    evaluated = parse_flags(EvalConfig, ["--task=gsm8k,math", "--out_dir=~/runs/x"])
+    assert evaluated.task == ["gsm8k", "math"]
+    assert cfg.out_dir == evaluated.out_dir == "/home/someone/runs/x"
 
 
-@pytest.mark.parametrize(
-    "flag, sentence",
-    [
-        ("--steps=40.5", "steps is '40.5': Input should be a valid integer"),
-        ("--steps=0", "steps is '0': Input should be greater than 0"),
-        ("--lag=-1", "lag is '-1': Input should be greater than or equal to 0"),
-        ("--group_size=1", "group_size is '1': Input should be greater than or equal"),
-        (
-            "--learning_rate=fast",
-            "learning_rate is 'fast': Input should be a valid num",
-        ),
-        ("--learning_rate=inf", "learning_rate is 'inf': Input should be a finite"),
-        ("--learning_rate=nan", "learning_rate is 'nan': Input should be a finite"),
-        ("--top_p=1.5", "top_p is '1.5': Input should be less than or equal to 1"),
-        ("--temperature=0.001", "temperature is '0.001': Input should be greater than"),
-        ("--dtype=float16", "dtype is 'float16': Input should be 'auto', 'float32'"),
-        ("--resume=maybe", "ignored explicit argument 'maybe'"),
-        ("--lerning_rate=1e-4", "unrecognized arguments: --lerning_rate=1e-4"),
-        ("--learning=1e-4", "unrecognized arguments: --learning=1e-4"),
-        ("--Steps=4", "unrecognized arguments: --Steps=4"),
-        ("--config=missing.yaml", "--config missing.yaml is not a YAML file of fields"),
-        ("--config=tests", "--config tests is not a YAML file of fields"),
-        ("--objective_args=eps", "objective_args"),
-        ("--objective=ppo", "objective 'ppo'"),
-        ("--objective=tools.objectives:none", "no attribute 'none'"),
-        ("--objective_args=eps=0.4", "unexpected keyword argument 'eps'"),
-        ("--objective=grpo --objective_args=eps=nan", "takes {'eps': 'nan'}: "),
-        # Its bounds, 1 - eps and 1 + eps, would cross.
-        (
-            "--objective=grpo --objective_args=eps=-1",
-            "eps is -1.0: the clip",
-        ),
-        ("--objective=tools.objectives:dapo --objective_args=eps_low=-1", "both"),
-        ("--objective=builtins:print", "no objective 'builtins:print' that takes"),
-        ("--minibatches=3", "prompts_per_step is 32: give a multiple of 3"),
-        (
-            "--rollout_quantization=fp8_per_channel --rollout_dtype=float16",
-            "rollout_dtype is float16: fp8 rollouts need bfloat16",
-        ),
-    ],
-)
-def test_a_flag_that_its_field_does_not_accept_is_refused_in_a_sentence(flag, sentence):
-    assert sentence in refusal(*flag.split())
+# The bounds of grpo's clip are 1 - eps and 1 + eps, which cross if eps is below 0.
+REFUSED = """
+--steps=40.5 -> steps is '40.5': Input should be a valid integer
+--steps=0 -> steps is '0': Input should be greater than 0
+--lag=-1 -> lag is '-1': Input should be greater than or equal to 0
+--group_size=1 -> group_size is '1': Input should be greater than or equal
+--learning_rate=fast -> learning_rate is 'fast': Input should be a valid number
+--learning_rate=inf -> learning_rate is 'inf': Input should be a finite
+--learning_rate=nan -> learning_rate is 'nan': Input should be a finite
+--top_p=1.5 -> top_p is '1.5': Input should be less than or equal to 1
+--temperature=0.001 -> temperature is '0.001': Input should be greater than
+--dtype=float16 -> dtype is 'float16': Input should be 'auto', 'float32'
+--resume=maybe -> ignored explicit argument 'maybe'
+--lerning_rate=1e-4 -> unrecognized arguments: --lerning_rate=1e-4
+--learning=1e-4 -> unrecognized arguments: --learning=1e-4
+--Steps=4 -> unrecognized arguments: --Steps=4
+--config=missing.yaml -> --config missing.yaml is not a YAML file of fields
+--config=tests -> --config tests is not a YAML file of fields
+--objective_args=eps -> objective_args
+--objective=ppo -> objective 'ppo'
+--objective=tools.objectives:none -> no attribute 'none'
+--objective_args=eps=0.4 -> unexpected keyword argument 'eps'
+--objective=grpo --objective_args=eps=nan -> takes {'eps': 'nan'}:
+--objective=grpo --objective_args=eps=-1 -> eps is -1.0: the clip
+--objective=tools.objectives:dapo --objective_args=eps_low=-1 -> both
+--objective=builtins:print -> no objective 'builtins:print' that takes
+--minibatches=3 -> prompts_per_step is 32: give a multiple of 3
+--rollout_quantization=fp8_per_channel --rollout_dtype=float16 -> \
+rollout_dtype is float16: fp8 rollouts need bfloat16
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+def test_a_flag_that_its_field_does_not_accept_is_refused_in_a_sentence(case):
+    flags, sentence = case.split(" -> ")
+    assert sentence in refusal(*flags.split())
 
 
 @pytest.mark.parametrize(
@@ -173,30 +152,25 @@ def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
     find_objective(cfg.objective, cfg.objective_args)
 
 
-@pytest.mark.parametrize(
-    "rank, flag, printed",
-    [
-        ("0", "--lag=-1", "train.py: lag is '-1': "),
-        pytest.param(
-            *("3", "--task=missing", "train.py, rank 3: there is no task 'missing': "),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_refusal_is_one_line_on_every_rank_with_exit_code_1_before_an_engine_is_built(
-    rank, flag, printed
-):
-    done = subprocess.run(
-        [sys.executable, "train.py", flag],
-        cwd=ROOT,
-        env=ENVIRONMENT | {"RANK": rank},
-        capture_output=True,
-        text=True,
-    )
+def assert_refused_in_one_line(command: str, printed: str, rank: int = 0) -> None:
+    """Assert that a command prints only this sentence, and that its exit code is 1."""
+    done = run_script(["env", f"RANK={rank}", sys.executable, *command.split()])
     assert done.returncode == 1
-    assert done.stderr.startswith(printed)
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""  # A run with an out_dir prints its dtypes.
+    assert done.stdout.startswith(printed)
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_refusal_is_one_line_with_exit_code_1():
+    assert_refused_in_one_line("train.py --lag=-1", "train.py: lag is '-1': ")
+
+
+@pytest.mark.slow
+def test_a_refusal_names_the_rank_and_a_cache_that_is_too_small_or_too_large():
+    sentence = "train.py, rank 3: there is no task 'missing': "
+    assert_refused_in_one_line("train.py --task=missing", sentence, rank=3)
+    for size, reason in (("0.0001", "No available"), ("9999.0", "Available")):
+        sentence = f"eval.py: kv_cache_gb is {size}: {reason} memory"
+        assert_refused_in_one_line(f"eval.py --kv_cache_gb={size}", sentence)
 
 
 @pytest.mark.parametrize("name", support.machine.PROCESS_COUNTS)
@@ -208,23 +182,6 @@ def test_ranks_of_a_launcher_other_than_torchrun_are_told_how_to_start(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with pytest.raises(Refused, match=f"{name} is 2, but .*LOCAL_WORLD_SIZE.* not"):
         support.machine.init_distributed()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, reason", [("0.0001", "No available memory"), ("9999.0", "Available memory")]
-)
-def test_a_cache_that_is_too_small_or_too_large_is_refused_in_one_line(size, reason):
-    done = subprocess.run(
-        [sys.executable, "eval.py", f"--kv_cache_gb={size}"],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"eval.py: kv_cache_gb is {size}: {reason}")
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
