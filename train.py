@@ -103,8 +103,7 @@ def main() -> None:
         # 4 Sync: the engine gets the new weights. Every few steps `sync` also compares
         # engine and policy, and stops the run if they differ by more than rounding.
         engine.wake_up()
-        check_is_due = is_due(SYNC_CHECK_EVERY, step, cfg)
-        check_on = run.train.prompts if check_is_due else []
+        check_on = run.train.prompts if is_due(SYNC_CHECK_EVERY, step, cfg) else []
         with log.phase("sync"):
             sync(engine, policy, step, check_on)
 

@@ -365,7 +365,7 @@ test_sync.test_a_run_stops_if_an_engine_silently_keeps_its_weights
 
 later syncs are not checked
 train.main
-- if check_is_due else []
+- if is_due(SYNC_CHECK_EVERY, step, cfg) else []
 + if False else []
 test_sync.test_a_run_stops_if_an_engine_silently_keeps_its_weights
 
