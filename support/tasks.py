@@ -66,34 +66,40 @@ PROBLEM_COLUMNS = ("prompt", "problem", "question")
 COLUMNS = (*PROBLEM_COLUMNS, "answer", "solution")  # all that are read
 EMPTY = (None, "", [], False)
 # Columns that hold a part of the problem, searched for in their names, one a line and
-# the shortest first.
+# the shortest first. Numbers about a part, such as num_images, do not count.
 PART_OF_PROBLEM = re.compile(
+    r"(?im)^(?!(?:n|num|has|is)_|.*_(?:count|type|length|size|rate|tried|window)$)(?:"
     # choices: Options, answer_choices, opa, choice1, (A), or all of A, B and C
-    r"(?im)^.*(?:choice|option(?!al)|distractor|incorrect|candidate).*$|^endings$|"
-    r"^\W?a\W?\n\W?b\W?\n\W?c\W?$|^(?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)$|"
-    # pictures: decoded_image, Figure 1
-    r"^.*(?:image|img|picture|figure|photo|diagram|drawing|graph|chart).*$|"
-    # other media, and texts that the problem is about
-    r"^.*(?:audio|video|context|passage|article).*$|^body$"
+    r".*(?:choice|option(?!al)|distractor|incorrect|wrong|alternatives|candidate).*|"
+    r"endings?\d?|\W?a\W?\n\W?b\W?\n\W?c\W?|(?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)|"
+    # pictures and other media, perhaps by their id: decoded_image, img_path
+    r".*(?:image|img|picture|screenshot|pixel|audio|video).*|jpe?g|png|"
+    # drawings and texts that the problem is about: Figure 1, but not geography
+    r"(?!.*_id$)(?:.*[^a-z\n])?(?:figure|photo|diagram|drawing|graph|chart|context|"
+    r"passage|article)s?(?:[^a-z\n].*)?|body)$"
 )
 # What is not text in a problem: <image>, and turns of a chat, for any model, such as
 # <|im_start|>, [INST], or "### Response:" at the end.
 MARKUP = re.compile(
-    r"(?i)<ima?ge?\b[^<>]*>|<\|[^|\s<>]{3,}\|>|<｜|<(?:start|end)_of_turn>|\[/?INST\]|"
-    r"(?:\b(?:assistant|ai|bot|gpt)|# *response)\s*:\W*(?:<think>)?\W*$|<think>\W*$"
+    r"(?i)<ima?ge?\b[^<>]*>|<\|[\w-]{3,}\|>|<｜|<(?:start|end)_of_turn>|\[/?INST\]|"
+    r"<\|turn>|\[\|user\|\]|<<SYS>>|['\"]role['\"]\s*:|"
+    r"(?:\b(?:assistant|ai|bot|gpt)>?|# *(?:response|output))\s*:\W*(?:<think>)?\W*$|"
+    r"<think>\W*$"
 )
 # What makes a gold answer of a built-in verifier unusable, by a pattern.
 GOLD_FAULTS = {
     # nan, \text{N/A}, "No answer was found.", "See the proof.", -
-    r"(?i)^(?:\W*(?:\\\w+\W*)?(?:nan|none|null|nil|n[/.]a|(?-i:NA|na)|tbd|notfound|"
-    r"omitted|(?:no|not|none)\b.*(?:answer|found|given|provided|available|applicable)|"
-    r"see\b.*|.*\bpro(?:of|ved?|ven)\b.*)\W*|[-?._\s]+)$": (
+    r"(?i)^(?:\W*(?:\\\w+\W*)?(?:nan|none|null|nil|n ?[/.] ?a|(?-i:NA|na)|tbd|todo|"
+    r"omitted|notfound|answers? (?:may|will|can) vary|(?:no|not|none)(?![a-z]).*"
+    r"(?:answer|found|given|provided|available|applicable)|"
+    r"see\b.*|.*\bpro(?:of|ved?|ven)\b.*)\W*|[-—–…?._\s]+)$": (
         "says that there is no answer"
     ),
-    # ["34"], {"answer": "34"}, b'34', (34,), [34], array([34]), Fraction(1, 2)
+    # ["34"], {"answer": "34"}, b'34', (34,), [34], deque([34]), Fraction(1, 2)
     r"""(?is)(?<!\^)[\[({]\s*[bru]?['"]|^[bru]?(['"]).*\1$|^\[+[-+.\d\s]*\]+$|"""
     r"""^[(\[].*,\s*[)\]]$|^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|float\d*|"""
-    r"""fraction|(?:frozen)?set|integer|list|rational|str|tensor|tuple|u?int\d+)\(|"""
+    r"""fraction|(?:frozen)?set|integer|list|rational|str|tensor|tuple|u?int\d+|"""
+    r"""\w{3,}(?=\([\[{]))\(|"""
     r"""^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
@@ -103,7 +109,8 @@ GOLD_FAULTS = {
 # {question}, {{ prompt }}, {}, %s, <problem>, $input, but not \boxed{} or x^{2}
 PLACEHOLDER = re.compile(
     r"(?i)(?<![\w\\}^])(?<!boxed )\{(?:[{%]|\s*[\w.]*(?:[!:]\w+)?\s*\})|%s|%\(\w+\)|"
-    r"(?:[<\[$]+\{?|__|%)(?:question|problem|prompt|query|input)(?![a-z])"
+    r"(?:[<\[$|@]+\{?|\\\{|__|%)(?:insert )?(?:your[ _])?"
+    r"(?:question|problem|prompt|query|input)(?![a-z])"
 )
 
 

@@ -464,6 +464,8 @@ FOUND = [
     r"<|channel|>analysis<|message|>\boxed{6}<|end|><|start|>assistant<|channel|>final"
     r"<|message|>\boxed{5}<|return|>",
     "#### 5<turn|>",
+    "#### 5<|turn>user\n#### 6",
+    "#### 5[|endofturn|]\n[|user|]3+3?\n[|assistant|]#### 6",
     "2+3=5\n#### 5\n",
     "#### 3\nNo:\n#### 5\nThat is all.",
     "x" * 300_000 + r"\boxed{5}",

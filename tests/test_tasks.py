@@ -315,7 +315,10 @@ def test_an_instruction_with_a_placeholder_is_told_from_one_with_latex():
         r"Use \boxed{}, \boxed {x} or $\frac{a}{b}$, x^{2} and \text{ cm}.",
         "100% x",
     ]
-    bad = "{question},{{ prompt }},{},{0},{q!r},{% if %},%s,%(q)s,${x},$input,<problem>"
+    bad = (
+        "{question},{{ prompt }},{},{0},{q!r},{% if %},%s,%(q)s,${x},$input,<problem>,"
+    )
+    bad += r"[your question],[Insert question here],\{question\},<|prompt|>"
     assert not any(map(PLACEHOLDER.search, fine))
     assert all(map(PLACEHOLDER.search, bad.split(",")))
 
@@ -391,6 +394,8 @@ CHAT_TURNS = [{"role": "user", "content": "1+1"}]
         ({"decoded_image": "x.png"}, "'decoded_image' holds a part"),
         ({"images": ["x.png"]}, "'images' holds a part"),
         ({"Context": "1 is 2."}, "'Context' holds a part"),
+        ({"screenshot": "x.png"}, "'screenshot' holds a part"),
+        ({"wrong_answers": ["3"]}, "'wrong_answers' holds a part"),
         # Pictures and turns of a chat in the text, for a model with other turns, too
         ({"prompt": "<image>Find x."}, "its problem has '<image>'"),
         ({"prompt": "<|im_start|>user\n1+1<|im_end|>"}, r"has '<\|im_start\|>', which"),
@@ -398,6 +403,7 @@ CHAT_TURNS = [{"role": "user", "content": "1+1"}]
         ({"prompt": "[INST] 1+1 [/INST]"}, r"has '\[INST\]'"),
         ({"prompt": "### Instruction:\n1+1\n\n### Response:\n"}, "has '# Response:'"),
         ({"prompt": "User: 1+1\nAssistant: <think>"}, "has 'Assistant: <think>'"),
+        ({"prompt": '[{"role": "user", "content": "1+1"}]'}, "has '\"role\":'"),
     ],
 )
 def test_a_row_without_one_whole_problem_and_one_gold_is_refused(row, reason, load):
@@ -409,10 +415,13 @@ def test_columns_that_are_not_read_are_named_once_with_their_rows(load, capsys):
     rows = own("1", "2", "3")
     rows[0] |= {"table": "1|2", "image": None, "choices": [], "a": 5, "b": 7}
     rows[2] |= {"table": "3|4", "messages": CHAT_TURNS, "optional": "x"}
+    # Numbers about a part, and other words that contain the name of one
+    rows[1] |= dict.fromkeys("num_images chart_type paragraph_id geography".split(), 3)
     for _ in range(2):
         assert len(load(*rows).problems) == 3
     note = "of its 3 rows these columns are not read: table (2 rows), a (1 rows), b (1 "
-    note += "rows), messages (1 rows), optional (1 rows)\n"
+    note += "rows), num_images (1 rows), chart_type (1 rows), paragraph_id (1 rows), "
+    note += "geography (1 rows), messages (1 rows), optional (1 rows)\n"
     assert capsys.readouterr().err.count(note) == 1
 
 
@@ -425,11 +434,12 @@ def test_equal_problems_with_different_golds_are_refused(load):
     assert len(load(rows[0], rows[0]).problems) == 2
 
 
-GOLDS_WITHOUT_ANSWER = """nan|None|null|N/A|n.a.|NA|-|?|Proof.|\\text{N/A}|not found|
-(see solution)|No final answer was found.|The proof is above.""".replace("\n", "")
+GOLDS_WITHOUT_ANSWER = r"""nan|None|null|N/A|N / A|n.a.|NA|-|—|?|Proof.|\text{N/A}|
+not found|(see solution)|No final answer was found.|no_answer|The proof is above.|
+Answers may vary.""".replace("\n", "")
 CONTAINERS = """["34"]|['$34$']|{"answer": "34"}|{'34'}|('34',)|(34,)|[34]|[]|b'34'|
 "34"|array(['34'], dtype=object)|array([34])|Fraction(1, 2)|Decimal('34')|
-np.float64(34.0)|tensor(34)|<answer>34</answer>""".replace("\n", "")
+np.float64(34.0)|deque([34])|tensor(34)|<answer>34</answer>""".replace("\n", "")
 ANSWERS = r"""Na|-5|no|[2,5]|[1,2,3]|(1,2)|\{1,2\}|<1,2>|f(2)|y^{''}|5'10"|A'|
 np.arcsin(1./2)|\emptyset|\text{None of these}|undefined|[0, 1)|x=[2]""".replace(
     "\n", ""
