@@ -52,10 +52,13 @@ THOUGHT_TAG = re.compile(
 # the beginning of the user's turn. In gpt-oss and Solar Open <|end|> also ends a
 # message of the model before its next one.
 TURN_END = re.compile(
-    r"(?i)[<\[][|｜](?:im_end|eo[stm](?:_id)?|return|user|end(?:_?of_?(?:text|turn|utterance|"
-    r"sentence|message)\w*|▁of▁sentence)?)[|｜][>\]](?!<\|(?:start|begin)\|>assistant|to=user)|"
-    r"<(?:end_of_turn|start_of_turn|eos|/s|turn\|)>|\[INST\]|"
-    r"<\|(?:(?:im_start|start_header_id|start_of_role|start|begin)\||turn)>user"
+    r"""(?ix)
+    [<\[][|｜] (?:im_end|eo[stm](?:_id)?|return|user|end
+        (?:_?of_?(?:text|turn|utterance|sentence|message)\w*|▁of▁sentence)?) [|｜][>\]]
+        (?!<\|(?:start|begin)\|>assistant|to=user)
+    | <(?:end_of_turn|start_of_turn|eos|/s|turn\|)>
+    | \[INST\]
+    | <\|(?:(?:im_start|start_header_id|start_of_role|start|begin)\||turn)>user"""
 )
 # Control tokens such as <|im_end|>, <｜end▁of▁sentence｜>, <turn|> and </s>, and tags
 # around an answer. None of them belongs to the answer.

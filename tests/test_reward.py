@@ -457,7 +457,8 @@ FOUND = [
     "<answer>#### 5<|im_end|></answer>",
     r"\boxed{5<pad>}</s><｜end▁of▁sentence｜>",
     # Turns that the model has invented after its own are not graded.
-    r"\boxed{5}<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n\boxed{6}",
+    r"\boxed{5}<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
+    r"\boxed{6}",
     r"\boxed{5}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\boxed{6}",
     r"\boxed{5}<end_of_turn>\n<start_of_turn>user\n\boxed{6}",
     r"\boxed{5}</s>[INST] 3+3? [/INST] \boxed{6}",
