@@ -6,6 +6,7 @@ same function from its config.json. Weights are checked by the headers of their
 safetensors, so a large model takes no longer than a small one.
 """
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -80,6 +81,15 @@ def model_folder(model: str) -> str:
     for folder in Path(model, "model"), Path(model):
         if folder.is_dir():
             return str(folder)
+    return download(model)
+
+
+@functools.cache  # The engines, the policy and the checks all ask for the same model.
+def download(model: str) -> str:
+    """Return the local folder of owner/name[@revision], after the download.
+
+    Raises Refused if the hub has no such model or cannot be reached.
+    """
     repository, revision = split_revision(model)
     if repository.count("/") != 1:
         raise Refused(

@@ -35,6 +35,7 @@ from policy import Policy
 from rollout import Engine, noise_seed
 from support.command import PositiveCount, parse_flags, run_script
 from support.machine import init_distributed
+from support.models import model_folder
 
 # The values of K, in addition to the number of tokens that the engine lists.
 LISTED = (1, 5, 20)
@@ -100,7 +101,7 @@ def main() -> None:
     rollouts = engine.sample(
         prompts,
         to_each,
-        [noise_seed(cfg.seed, place, to_each) for place in range(len(prompts))],
+        [noise_seed(cfg.seed, group, to_each) for group in range(len(prompts))],
         max_tokens=cfg.max_response_tokens,
         temperature=cfg.temperature,
         top_p=cfg.top_p,
@@ -108,7 +109,7 @@ def main() -> None:
     )
     rollouts = rollouts.select(torch.arange(len(rollouts.text)), device)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        cfg.model, dtype=torch.float32
+        model_folder(cfg.model), dtype=torch.float32, trust_remote_code=False
     ).to(device)
     with torch.no_grad():
         logp, top_logp = Policy(model, cfg.policy_temperature)(rollouts)
