@@ -31,7 +31,7 @@ import torch.distributed as dist
 from reward import check_verifier, compute_rewards
 from rollout import Engine, noise_seed, prompts_of_rank
 from support.checkpoints import check_free, take_folder
-from support.log import append_row, is_unmarked
+from support.log import append_row
 from support.machine import init_distributed
 from support.models import check_model
 from support.tasks import Dataset, check_same_on_ranks, load_split
@@ -229,9 +229,9 @@ def write_samples(
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})
     truncated = np.mean([result["truncated"] for result in results])
     print(f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens")
-    if split.verifier in ("gsm8k", "math"):
+    if split.marks_answers:
         texts = [text for each in results for text in each["responses"]]
-        unmarked = np.mean([is_unmarked(split, text) for text in texts])
+        unmarked = np.mean([split.is_unmarked(text) for text in texts])
         print(f"{task}: {unmarked:.0%} of them have neither \\boxed{{}} nor ####")
 
 

@@ -91,9 +91,8 @@ def compute_rewards(
     Raises Stopped if the judge or the user's own verifier fails.
     """
     samples = len(responses) // len(indices)
-    golds = [dataset.problems[i]["answer"] for i in indices for _ in range(samples)]
     whole = [dataset.opened + response for response in responses]
-    return checked_score(whole, golds, dataset.verifier)
+    return checked_score(whole, dataset.golds(indices, samples), dataset.verifier)
 
 
 def check_verifier(dataset: Dataset) -> None:

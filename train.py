@@ -220,9 +220,7 @@ def sample_batch(
     with log.phase("reward"):
         rewards = compute_rewards(train, indices, rollouts.text)
         rollouts.reward = torch.tensor(rewards)  # [N]
-        rollouts.gold = [
-            train.problems[i]["answer"] for i in indices for _ in range(cfg.group_size)
-        ]
+        rollouts.gold = train.golds(indices, cfg.group_size)  # [N]
         group_reward = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
         advantage = group_advantage(group_reward, cfg.scale_advantage)  # (3), [P, G]
         # Every token has the advantage of its response.

@@ -58,8 +58,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from answers.extraction import final_answer, without_thoughts
 from support.command import Refused, Stopped
+from support.tasks import Dataset
 
 PHASES = ("rollout", "reward", "update", "sync")
 ROW_FILES = ("metrics.jsonl", "samples.jsonl")
@@ -74,7 +74,7 @@ class Log:
     group_size: int
     steps: int  # of the whole run
     done: int  # the step after which this start of the run begins
-    dataset: Any = None  # the support.tasks.Dataset trained on, for metrics_of
+    dataset: Dataset | None = None  # the problems trained on, for metrics_of
 
     def __post_init__(self) -> None:
         """Delete the rows of steps that a resumed run has to repeat."""
@@ -101,7 +101,7 @@ class Log:
             "response_tokens": rollouts.mask.sum(dim=1),
             "truncated": rollouts.truncated,
             "unmarked": torch.tensor(
-                [is_unmarked(self.dataset, text) for text in rollouts.text]
+                [self.dataset.is_unmarked(text) for text in rollouts.text]
             ),
             "entropy": -rollouts.logp_behavior.sum(dim=1),
         }  # [N] each
@@ -199,16 +199,6 @@ class Log:
             )
         draw_curves(rows, self.out / "curves.png")
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
-
-
-def is_unmarked(dataset: Any, text: str) -> bool:
-    """Return whether a response lacks the marked answer that the verifier expects.
-
-    `dataset` is a support.tasks.Dataset.
-    """
-    if dataset.verifier not in ("gsm8k", "math"):
-        return False  # Other verifiers look at the whole response.
-    return not final_answer(without_thoughts(dataset.opened + text))
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

@@ -14,7 +14,12 @@ from unicodedata import normalize
 
 from pydantic.dataclasses import dataclass
 
-from answers.extraction import final_answer, last_box, last_thought_tag
+from answers.extraction import (
+    final_answer,
+    last_box,
+    last_thought_tag,
+    without_thoughts,
+)
 from answers.latex import MAX_LENGTH, latex_of, number_of
 from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
@@ -32,7 +37,7 @@ class Task:
     heldout: Path | str | None
     # How reward.score compares. A verifier of the user's own is named on the command
     # line only: a folder of data must not run code.
-    verifier: Literal["exact", "gsm8k", "math"] = "math"
+    verifier: Literal[VERIFIERS] = "math"
     # The text before each problem in its prompt, or None.
     instruction: str | None = (
         "Reason step by step and put the final answer in \\boxed{}."
@@ -363,6 +368,21 @@ class Dataset(NamedTuple):
     prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the verifier expects the answer in \\boxed{} or behind ####."""
+        return self.verifier in ("gsm8k", "math")
+
+    def is_unmarked(self, response: str) -> bool:
+        """Return whether a response lacks the mark that the verifier expects."""
+        if not self.marks_answers:
+            return False
+        return not final_answer(without_thoughts(self.opened + response))
+
+    def golds(self, indices: list[int], samples: int) -> list[str]:
+        """Return the gold answer of each of `samples` responses to these problems."""
+        return [self.problems[i]["answer"] for i in indices for _ in range(samples)]
 
 
 def load_split(

@@ -32,6 +32,7 @@ from support.checkpoints import (
 from support.command import Refused, Stopped
 from support.config import Config
 from support.log import Log, append_row, draw_curves, peak_memory_gb, rewind
+from support.tasks import Dataset
 
 
 def names(out: Path) -> list[str]:
@@ -322,7 +323,7 @@ def test_config_json_has_the_variables_that_change_a_run_and_no_key(monkeypatch)
 def log(group, tmp_path) -> Log:
     """The log of a run of 9 steps, whose rewards come from boxed answers."""
     log = Log(tmp_path, None, 2, 9, done=0)
-    log.dataset = SimpleNamespace(verifier="math", opened="")
+    log.dataset = Dataset([], [], "math")
     log.append_samples = lambda *_: None
     return log
 
@@ -364,7 +365,7 @@ def test_rewards_that_are_all_0_in_step_1_are_explained_at_once(log, capsys):
     for other in {"step": 2}, {"reward": 0.25}:
         log.write(TRAINED | metrics | other)
     assert "every reward" not in capsys.readouterr().out
-    log.dataset.verifier = "exact"  # It compares the whole response.
+    log.dataset = Dataset([], [], "exact")  # It compares the whole response.
     assert log.metrics_of(1, ROLLOUTS)["unmarked"] == 0
 
 

@@ -88,9 +88,9 @@ train.sample_batch
 test_loop.test_a_step_has_the_same_samples_on_two_ranks_as_on_one
 
 responses are checked against answers to other problems
-reward.compute_rewards
-- dataset.problems[i]
-+ dataset.problems[i - 1]
+support.tasks.Dataset.golds
+- self.problems[i]
++ self.problems[i - 1]
 test_loop.test_a_response_is_rewarded_for_the_answer_to_its_own_prompt
 
 the verifier is that of another task

@@ -63,11 +63,11 @@ def worked_solution(a: int, b: int, rng: random.Random, forgets: bool) -> str:
     text = ""
     answer = ""
     carry = 0
-    for place, (x, y) in enumerate(columns):
-        is_last = place == len(columns) - 1
+    for index, (x, y) in enumerate(columns):
+        is_last = index == len(columns) - 1
         total = int(x) + int(y) + carry
         terms = [x, y] if rng.random() < 0.7 else [y, x]
-        if place > 0:
+        if index > 0:
             terms.append(str(carry))
         separator = rng.choices([".", ",", ";"], weights=[6, 3, 1])[0]
         if not is_last and rng.random() < 0.3:
