@@ -4,6 +4,7 @@
 weights into the rollout engine and checks that they have arrived.
 """
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -58,8 +59,14 @@ class Policy(torch.nn.Module):
         only to positions that predict a response token, CHUNK of them at a time. The
         backward pass computes their logits again, so no logits are kept.
         """
-        # Right padding needs no attention mask, because no token sees a later one.
-        output = self.model.base_model(input_ids=rollouts.tokens, use_cache=False)
+        # The hooks of build_policy read these. With gradient checkpointing they run
+        # again in the backward pass, so it has to precede the next forward pass.
+        self.index, self.computed = distinct_tokens(rollouts.tokens)
+        output = self.model.base_model(
+            # Right padding needs no attention mask, because no token sees a later one.
+            input_ids=rollouts.tokens.clamp(0),
+            use_cache=False,
+        )
         row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
         position = rollouts.prompt_length[row] + t  # [M]
         # A token is predicted at the position before it.
@@ -89,6 +96,25 @@ class Policy(torch.nn.Module):
             sampled_logp.index_put((row, t), logp[:, 0]),  # [N, T]
             top_logp.index_put((row, t), logp[:, 1:]),  # [N, T, K]
         )
+
+
+def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+    """Find the S tokens that have to be computed, in [N, L] with -1 as padding.
+
+    The hidden state of a token depends only on the tokens up to it. If the row above
+    begins with the same tokens, the state is not computed again. Responses to the same
+    prompt are neighbors, so the prompt is computed once for all of them, and an
+    instruction once for all prompts that begin with it. Padding is not computed at all.
+
+    Returns `index`, [N, L], and `computed`, the rows and the columns of the S tokens,
+    [S] each: tokens[n, l] equals tokens[computed][index[n, l]]. On padding, `index` has
+    no meaning.
+    """
+    differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
+    is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
+    # The numbers grow from row to row, so the maximum is that of the last computed row.
+    number = is_computed.flatten().cumsum(dim=0).view_as(tokens) * is_computed
+    return number.cummax(dim=0).values - 1, is_computed.nonzero(as_tuple=True)
 
 
 def token_log_probabilities(
@@ -137,6 +163,15 @@ def build_policy(
             # [N, H, L, L]. This makes transformers repeat keys and values instead.
             sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature, getattr(torch, dtype))
+    # These modules take nearly all of the time. Each treats a token by itself, so it
+    # needs only the tokens that `distinct_tokens` finds. A module whose name does not
+    # match computes all tokens, with the same result.
+    for name, module in language_model.base_model.named_modules():
+        if re.search(r"\.mlp$|attn\.\w+_proj$", name):
+            module.register_forward_pre_hook(
+                lambda _, inputs: inputs[0][policy.computed]
+            )
+            module.register_forward_hook(lambda _, inputs, output: output[policy.index])
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,
         reduce_dtype=torch.float32,

@@ -27,7 +27,7 @@ from support.models import model_folder, turn_end_tokens
 class Rollouts:
     """N responses, padded on the right. In [N, T], column t is a response's token t."""
 
-    tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, padding
+    tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, -1
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
     mask: torch.Tensor  # [N, T] bool: True on response tokens
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
@@ -291,7 +291,7 @@ class Engine:
         # A ValueError here means that the weights changed during sampling.
         [version] = {span.version for r in responses for span in r.weight_versions}
         return Rollouts(
-            tokens=pad_sequence(sequences, batch_first=True),
+            tokens=pad_sequence(sequences, batch_first=True, padding_value=-1),
             prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
             mask=torch.arange(all_logp.shape[1]) < length[:, None],
             logp_behavior=all_logp[:, :, 0],  # the sampled token's

@@ -51,7 +51,7 @@ def logits_of(model: torch.nn.Module, rollouts: Rollouts) -> torch.Tensor:
     """
     row, t = rollouts.mask.nonzero(as_tuple=True)
     position = rollouts.prompt_length[row] + t
-    return model(rollouts.tokens).logits[row, position - 1]
+    return model(rollouts.tokens.clamp(min=0)).logits[row, position - 1]
 
 
 def sampled_tokens(rollouts: Rollouts) -> torch.Tensor:

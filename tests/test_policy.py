@@ -1,0 +1,101 @@
+"""The policy computes each distinct beginning of its sequences once."""
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from policy import Policy, build_policy, distinct_tokens
+from rollout import Rollouts
+
+# Two prompts begin with the instruction 1, 2, 3. Prompt 1, 2, 3, 4 has three responses,
+# two of which begin with the same token, and prompt 1, 2, 3, 5, 6 has two equal ones.
+# Token 0 follows the prompt in the third row, where the second row is padding.
+PROMPTS = [[1, 2, 3, 4]] * 3 + [[1, 2, 3, 5, 6]] * 2
+RESPONSES = [[7, 8, 9, 7], [7, 9], [7, 9, 0, 8, 5], [4, 2], [4, 2]]
+# The five rows have 8, 1, 3, 4 and 0 tokens that no row above has.
+COMPUTED = [
+    *[(0, column) for column in range(8)],
+    (1, 5),
+    *[(2, column) for column in (6, 7, 8)],
+    *[(3, column) for column in (3, 4, 5, 6)],
+]
+
+
+def small_batch() -> Rollouts:
+    def padded(rows, value):
+        tensors = [torch.tensor(row) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    pairs = zip(PROMPTS, RESPONSES, strict=True)
+    mask = padded([[True] * len(response) for response in RESPONSES], False)
+    return Rollouts(
+        tokens=padded([prompt + response for prompt, response in pairs], -1),
+        prompt_length=torch.tensor([len(prompt) for prompt in PROMPTS]),
+        mask=mask,
+        logp_behavior=torch.zeros(mask.shape),
+        top_tokens=torch.arange(3).expand(*mask.shape, 3),
+        top_logp_behavior=torch.zeros(*mask.shape, 3),
+        truncated=torch.zeros(len(PROMPTS), dtype=torch.bool),
+        text=[""] * len(PROMPTS),
+        weight_version="0",
+    )
+
+
+def test_a_token_is_computed_once_for_all_neighbors_that_begin_with_the_same_tokens():
+    tokens = small_batch().tokens
+    index, computed = distinct_tokens(tokens)
+    assert list(zip(*(axis.tolist() for axis in computed), strict=True)) == COMPUTED
+    is_token = tokens >= 0
+    assert torch.equal(tokens[computed][index][is_token], tokens[is_token])
+    # The third row has the prompt and 7 of the first row, 9 of the second, and its own.
+    assert index[2].tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
+    assert index[4, :7].tolist() == index[3, :7].tolist() == [0, 1, 2, 12, 13, 14, 15]
+
+
+# The second of gemma3's two layers sees no further back than two tokens.
+LAYERS = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "model_type, more",
+    [("llama", {}), ("gemma3_text", {"sliding_window": 2, "layer_types": LAYERS})],
+)
+def test_the_log_probabilities_and_the_gradient_are_those_of_computing_all_rows(
+    model_type, more, gradient_checkpointing, group, tmp_path
+):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=10,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.3,
+        **more,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    policy = build_policy(
+        str(tmp_path), group, gradient_checkpointing=gradient_checkpointing
+    )
+    widths = []
+    policy.model.base_model.layers[1].mlp.register_forward_pre_hook(
+        lambda _, inputs: widths.append(inputs[0].shape)
+    )
+    rollouts, found = small_batch(), []
+    for each in policy, Policy(model):
+        logp, top_logp = each(rollouts)
+        (logp * rollouts.mask.cumsum(dim=1) + top_logp.sum(dim=-1)).sum().backward()
+        gradients = [weight.grad for weight in each.parameters()]
+        if each is policy:
+            gradients = [gradient.full_tensor() for gradient in gradients]
+        found.append((logp, top_logp, *gradients))
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+    # 16 tokens are computed instead of 5 rows of 9, with checkpointing twice.
+    assert widths == [(len(COMPUTED), 16)] * (1 + gradient_checkpointing)
