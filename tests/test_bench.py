@@ -35,12 +35,12 @@ def test_the_first_steps_and_the_last_one_do_not_count():
         (6.0, "step 4 tokens 40.0 rollout 0.7 sync 0.3"),  # 2 seconds
         (16.0, "step 5 tokens 9.0 rollout 7.0 sync 1.0"),
     ]
-    assert bench.trl_medians(lines) == pytest.approx(
+    assert bench.medians(lines) == pytest.approx(
         {
-            "a step, s": 2.5,
+            "step, s": 2.5,
             "tokens of a response": 35.0,
-            "its rollout, s": 0.6,
-            "its sync, s": 0.2,
+            "rollout, s": 0.6,
+            "sync, s": 0.2,
         }
     )
 
@@ -52,8 +52,10 @@ def test_the_command_measures_steps_and_their_phases_and_says_why_trl_failed(tmp
     command = [sys.executable, "tools/bench.py", *flags, f"--out={out}"]
     subprocess.run(command, check=True, cwd=ROOT)
     found = json.loads(out.read_text())["columns"]["tiny, float32"]
-    phases = [found[f"its {phase}, s"][0] for phase in bench.PHASES]
-    assert 0 < sum(phases) < 1.5 * found["a step, s"][0]
+    phases = [found[f"{phase}, s"][0] for phase in bench.PHASES]
+    assert 0 < sum(phases) < 1.5 * found["step, s"][0]
+    [ratio], [bare] = found["step / bare"], found["bare: step, s"]
+    assert ratio == found["step, s"][0] / bare
     # This environment does not have TRL.
-    row = "| a step / TRL's with vllm | failed: ModuleNotFoundError: No module named"
+    row = "| step / TRL with vllm | failed: ModuleNotFoundError: No module named"
     assert row in out.with_suffix(".md").read_text()

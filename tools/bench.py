@@ -1,18 +1,20 @@
-"""Measures the seconds of a training step by phase, and compares it with TRL's.
+"""Measures the seconds of a training step by phase, and compares it with other code.
 
     python tools/bench.py
     python tools/bench.py --model models/SmolLM2-135M-Instruct \\
         --trl_python .venv-trl/bin/python --dtypes float32,bfloat16
 
-The first command measures the embedded default. The second one also measures a
-pretrained model (tools/smollm2.py makes its folder), and compares both with TRL's
-GRPOTrainer. TRL needs an environment of its own:
+The first command compares the embedded default with a minimal script
+(tools/bare_step.py). The second one also measures a pretrained model (tools/smollm2.py
+makes its folder), and compares both with TRL's GRPOTrainer. TRL needs an environment of
+its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0
     .venv-trl/bin/pip uninstall -y torchvision torchaudio torchcodec
 
-Ours and TRL's runs alternate, and a ratio is the median of the ratios of all rounds, so
+--earlier compares with another commit of this repository (`git worktree add` makes its
+folder). The runs alternate, and a ratio is the median of the ratios of all rounds, so
 that other load on the machine affects it less than it affects seconds. --out is a JSON
 file with the numbers of all rounds; a .md file beside it has the table. To measure a
 CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
@@ -57,7 +59,7 @@ PRETRAINED = {
 
 
 class BenchConfig(Flags):
-    """Measure the seconds of a training step, and compare it with TRL's."""
+    """Measure the seconds of a training step, and compare it with other code."""
 
     model: str = ""
     """a pretrained model to measure besides the embedded default"""
@@ -65,8 +67,10 @@ class BenchConfig(Flags):
     """dtypes in which trainer and engine compute, ours and TRL's"""
     trl_python: str = ""
     """the Python of an environment with TRL; without it, TRL is not measured"""
+    earlier: str = ""
+    """a checkout of another commit to compare with"""
     rounds: PositiveCount = 3
-    """runs of each kind; ours and TRL's alternate"""
+    """runs of each kind, which alternate"""
     counted: PositiveCount = 5
     """steps of a run that count"""
     out: str = "runs/bench.json"
@@ -110,24 +114,27 @@ def cell(numbers: list[float] | str) -> str:
 # Running
 
 
-def run_steps(command: list[str]) -> list[tuple[float, str]]:
+def run_steps(
+    command: list[str], checkout: str | Path = ROOT
+) -> tuple[list[tuple[float, str]], float]:
     """Run a command; return the time in seconds and the text of each "step" line.
 
-    Raises Failed if the command fails.
+    Also returns the most main memory that the process used, in GB of 2^30 bytes. Raises
+    Failed if the command fails.
     """
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            command, cwd=checkout, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         for line in process.stdout:
             if line.startswith("step "):
                 lines.append((time.perf_counter(), line))
-        status = process.wait()
+        _, status, usage = os.wait4(process.pid, 0)
         errors.seek(0)
         if status != 0:
             raise Failed((errors.read().splitlines() or ["no message"])[-1])
-    return lines
+    return lines, usage.ru_maxrss / 2**20
 
 
 def step_seconds(lines: list[tuple[float, str]]) -> float:
@@ -137,8 +144,8 @@ def step_seconds(lines: list[tuple[float, str]]) -> float:
     return statistics.median(between[WARM_UP - 1 : -1])
 
 
-def run_train(cfg: Config, counted: int) -> dict[str, float]:
-    """Return medians over the steps of a run of train.py: seconds, tokens and memory.
+def run_train(cfg: Config, counted: int, checkout: str | Path) -> dict[str, float]:
+    """Return medians over the steps of a run of train.py, and its peak memory.
 
     Raises Failed if the run fails.
     """
@@ -147,23 +154,26 @@ def run_train(cfg: Config, counted: int) -> dict[str, float]:
         flags = cfg.model_dump(exclude_defaults=True)
         steps = WARM_UP + counted + 1
         flags |= {"steps": steps, "out_dir": out, "eval_every": 0, "eval_problems": 8}
-        # The first line is that of step 0, before training.
-        lines = run_steps([sys.executable, "train.py", *words_of(flags)])[1:]
+        command = [sys.executable, "train.py", *words_of(flags)]
+        lines, memory = run_steps(command, checkout)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     rows = rows[1 + WARM_UP : -1]
-    found = {"a step, s": step_seconds(lines)}
-    names = {f"its {phase}, s": f"{phase}_seconds" for phase in PHASES}
+    names = {f"{phase}, s": f"{phase}_seconds" for phase in PHASES}
     names["tokens of a response"] = "response_tokens"
-    names["memory of the process, GB"] = "peak_memory_gb"
-    for title, metric in names.items():
-        found[title] = statistics.median(row[metric] for row in rows)
-    return found
+    return {
+        "step, s": step_seconds(lines[1:]),  # The first line is that of step 0.
+        **{
+            title: statistics.median(row[name] for row in rows)
+            for title, name in names.items()
+        },
+        "peak memory, GB": memory,
+    }
 
 
-def run_trl(
-    cfg: Config, counted: int, trl_python: str, generator: str
+def run_other(
+    cfg: Config, counted: int, python: str, script: str, generator: str
 ) -> dict[str, float]:
-    """Run tools/trl_step.py on the prompts of our run, and return the same medians.
+    """Run a script of tools/ on the prompts of our run, and return the same medians.
 
     `generator` is "transformers" or "vllm". Raises Failed if the run fails.
     """
@@ -181,55 +191,60 @@ def run_trl(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "job.json")
         file.write_text(json.dumps(job | {"folder": folder}))
-        return trl_medians(run_steps([trl_python, "tools/trl_step.py", str(file)]))
+        lines, memory = run_steps([python, f"tools/{script}", str(file)])
+    return medians(lines) | {"peak memory, GB": memory}
 
 
-def trl_medians(lines: list[tuple[float, str]]) -> dict[str, float]:
+def medians(lines: list[tuple[float, str]]) -> dict[str, float]:
     """Return medians over lines like "step 3 tokens 34.5 rollout 0.5 sync 0.1"."""
-    found = {"a step, s": step_seconds(lines)}
+    found = {"step, s": step_seconds(lines)}
     words = [line.split() for _, line in lines[WARM_UP:-1]]
-    titles = {"tokens of a response": 3, "its rollout, s": 5, "its sync, s": 7}
+    titles = {"tokens of a response": 3, "rollout, s": 5, "sync, s": 7}
     for title, column in titles.items():
         found[title] = statistics.median(float(line[column]) for line in words)
     return found
 
 
 def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
-    """Return the numbers of each round by row of the table: ours and TRL's.
+    """Return the numbers of each round by row of the table, ours first.
 
-    Raises Refused if train.py fails. If TRL fails, its row has the reason.
+    If other code fails, its row has the reason. Raises Refused if train.py fails.
     """
-    failed = {}
+    failed: dict[str, str] = {}
 
-    def attempt(name: str, run: Callable[[], Any]) -> dict[str, float] | None:
+    def attempt(name: str, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return None if name in failed else run()
+            return None if name in failed else run(cfg, bench.counted, *arguments)
         except Failed as error:
             failed[name] = f"failed: {error}"
             return None
 
-    arms = {"ours": partial(attempt, "ours", partial(run_train, cfg, bench.counted))}
-    if bench.trl_python:
-        for generator in ("transformers", "vllm"):
-            run = partial(run_trl, cfg, bench.counted, bench.trl_python, generator)
-            arms[generator] = partial(attempt, generator, run)
-    runs = in_rounds(arms, bench.rounds)
+    runs = {
+        "ours": (run_train, ROOT),
+        "earlier": (run_train, bench.earlier),
+        "bare": (run_other, sys.executable, "bare_step.py", "transformers"),
+        "TRL with transformers": (
+            *(run_other, bench.trl_python, "trl_step.py", "transformers"),
+        ),
+        "TRL with vllm": (run_other, bench.trl_python, "trl_step.py", "vllm"),
+    }
+    arms = {
+        name: partial(attempt, name, *run) for name, run in runs.items() if all(run)
+    }
+    measured = in_rounds(arms, bench.rounds)
     if "ours" in failed:
         raise Refused(f"train.py {failed['ours']}")
-    found: dict[str, Any] = {
-        title: [run[title] for run in runs["ours"]] for title in runs["ours"][0]
-    }
-    for generator in list(arms)[1:]:
-        ratio = f"a step / TRL's with {generator}"
-        if generator in failed:
-            found[ratio] = failed[generator]
+    ours = measured.pop("ours")
+    found: dict[str, Any] = {title: [run[title] for run in ours] for title in ours[0]}
+    for name, theirs in measured.items():
+        if name in failed:
+            found[f"step / {name}"] = failed[name]
             continue
-        theirs = {
-            title: [run[title] for run in runs[generator]]
-            for title in runs[generator][0]
-        }
-        found[ratio] = ratios(found["a step, s"], theirs["a step, s"])
-        found |= {f"TRL with {generator}: {name}": theirs[name] for name in theirs}
+        numbers = {title: [run[title] for run in theirs] for title in theirs[0]}
+        for title in ("step, s", "update, s"):
+            if title in numbers:
+                found[f"{title[:-3]} / {name}"] = ratios(found[title], numbers[title])
+        found |= {f"{name}: {title}": values for title, values in numbers.items()}
     return found
 
 

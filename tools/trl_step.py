@@ -33,9 +33,8 @@ class TimedTrainer(GRPOTrainer):
     """Measures the seconds of its last rollout (prompts to texts) and last sync."""
 
     rollout_seconds = 0.0
-    sync_seconds = (
-        0.0  # stays 0 with transformers, which generates with the policy itself
-    )
+    # With transformers, which generates with the policy itself, it stays 0.
+    sync_seconds = 0.0
 
     def _generate(self, prompts: list) -> Any:
         self.sync_seconds = 0.0
