@@ -412,9 +412,9 @@ def micro_batches(
     Only a single response may be longer. FSDP needs all ranks in every forward pass, so
     the longest sequence of all ranks determines the responses of a micro-batch. Because
     Config gives all ranks equally many rows, they then have equally many micro-batches.
-    Responses are sorted by the power of two below their length. This limits the padding,
-    but leaves most responses to a prompt together, so that policy.distinct_tokens finds
-    the prompt again. A collective.
+    Responses are sorted by the power of two below their length. This limits the
+    padding, but leaves most responses to a prompt together, so that
+    policy.distinct_tokens finds the prompt again. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
