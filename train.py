@@ -412,22 +412,24 @@ def micro_batches(
     Only a single response may be longer. FSDP needs all ranks in every forward pass, so
     the longest sequence of all ranks determines the responses of a micro-batch. Because
     Config gives all ranks equally many rows, they then have equally many micro-batches.
-    Responses are sorted by the power of two below their length. This limits the
-    padding, but leaves most responses to a prompt together, so that
-    policy.distinct_tokens finds the prompt again. A collective.
+    Responses are divided by the power of two below their length, which limits the
+    padding. Within a micro-batch they keep their order, so that most responses to a
+    prompt are neighbors, as policy.distinct_tokens needs. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
     dist.all_reduce(longest_sequence, dist.ReduceOp.MAX)
     size = max(1, max_tokens // int(longest_sequence))
     by_length = rows[length[rows].log2().floor().argsort(stable=True)]
-    return [rollouts.select(chunk, device) for chunk in by_length.split(size)]
+    chunks = by_length.split(size)
+    return [rollouts.select(chunk.sort().values, device) for chunk in chunks]
 
 
 def max_micro_batch_tokens(cfg: Config, model_config: Any) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU if activations are too large.
 
-    On a CPU smaller micro-batches take no longer.
+    On a CPU smaller micro-batches are as fast, but for the forward pass without a
+    gradient that all but the last one need.
     """
     if torch.cuda.is_available() or cfg.gradient_checkpointing:
         return cfg.micro_batch_tokens

@@ -131,7 +131,7 @@ class Config(SharedConfig):
     weights and activations above 65504 overflow"""
     micro_batch_tokens: PositiveCount = 16384
     """tokens in a forward pass, including padding: sets the memory, not the result; on
-    a CPU it is lowered if their activations would take over 2 GB"""
+    a CPU it is lowered if their activations would take over 4 GB"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 

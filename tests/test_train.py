@@ -220,6 +220,8 @@ def test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large(
     found = torch.cat([batch.reward for batch in batches])
     assert sorted(found.tolist()) == sorted(rows.tolist())
     for batch in batches:
+        # Neighbors stay neighbors, so that a prompt is computed once for its responses.
+        assert batch.reward.tolist() == sorted(batch.reward.tolist())
         assert batch.text == [stale.rollouts.text[row] for row in batch.reward]
         assert len(batch.text) == 1 or batch.tokens.numel() <= tokens
     assert len(batches) == {ROW: 7, WHOLE: 1}.get(tokens, len(batches))

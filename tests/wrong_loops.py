@@ -497,6 +497,18 @@ policy.Policy.forward
 + logp[:, :-1]
 test_rollout.test_the_policy_gives_log_softmax_of_the_logits_and_its_gradient
 
+a token is not computed again if only the token above is the same, not all before it
+policy.distinct_tokens
+- (differs.cumsum(dim=1) > 0)
++ differs
+test_policy.test_a_token_is_computed_once_for_all_neighbors_that_begin_with_the_same_tokens
+
+the hidden states of a row come from the first row instead of the row above
+policy.distinct_tokens
+- number.cummax(dim=0).values
++ number[:1].expand_as(number)
+test_policy.test_a_token_is_computed_once_for_all_neighbors_that_begin_with_the_same_tokens
+
 the dropout of the model's config is active
 policy.build_policy
 - setattr(config, name, 0.0)
