@@ -262,12 +262,12 @@ class Run:
         The checks come first, so that a mistake raises Refused before anything slow is
         built. A collective.
         """
-        check_out_dir(cfg)
+        changed = check_out_dir(cfg)
         self.tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
 
         mesh = init_distributed()
         check_same_on_ranks(self.train, self.heldout)
-        self.out = make_out_dir(cfg)
+        self.out = make_out_dir(cfg, changed)
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
         self.engine.sleep()  # The policy is built in the engine's memory.
         with self.engine.as_current():
@@ -290,14 +290,7 @@ class Run:
             self.out, self.policy, self.optimizer
         )
         self.queue = deque(Rollouts(**fields) for fields in queue)
-        self.log = Log(
-            self.out,
-            self.tokenizer,
-            cfg.group_size,
-            cfg.steps,
-            done=self.step,
-            dataset=self.train,
-        )
+        self.log = Log(self.out, self.tokenizer, cfg.group_size, cfg.steps, self.train)
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder. It holds the shards of weights and moments that
 torch.distributed.checkpoint writes and, for each rank, the step's metrics, the rollouts
-that no step has used yet, and the checksums of the files that the rank wrote.
+that no step has used yet, and the rows of metrics.jsonl and samples.jsonl.
 
 No random state is saved because none is needed: the order of the problems and the
 sampling noise are pure functions of (seed, step), and nothing else is random.
@@ -16,13 +16,10 @@ import shutil
 import signal
 import socket
 import time
-import zlib
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -34,8 +31,8 @@ from transformers import PreTrainedModel
 from support.command import Flags, Refused, Stopped, one_line, script_name
 from support.config import ADJUSTABLE_FIELDS, NEUTRAL_FIELDS, Config
 from support.hub import COMMITS
-from support.log import ROW_FILES, append_row, check_rows
-from support.machine import bfloat16_is_slow
+from support.log import ROW_FILES, append_row
+from support.machine import has_fast_bfloat16
 from support.models import COMPANIONS
 
 NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
@@ -45,24 +42,29 @@ CHECKPOINTS_OF_A_RUN = 2  # Only the newest are kept.
 def checkpoints(out: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run by their step, the newest last."""
     folders = {
-        int(path.name.removeprefix("step-")): path
-        for path in (out / "checkpoints").glob("step-*")
-        if re.fullmatch(r"step-\d{6,}", path.name)
+        int(path.name[5:]): path
+        for path in (out / "checkpoints").glob("step-[0-9]*[0-9]")
     }
     return dict(sorted(folders.items()))
 
 
-def check_out_dir(cfg: Config) -> None:
-    """Raise Refused if out_dir is taken, or if --resume cannot continue the run in it.
+def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that a resumed run changes, as (old, new) values.
 
+    Raises Refused if out_dir is taken, or if --resume cannot continue the run in it.
     Without a checkpoint --resume starts the run, so that one command serves the first
     start and all later ones. It starts again a run that was killed before its first
-    checkpoint, but overwrites nothing of a run with another configuration.
+    checkpoint, but overwrites nothing of a run with another configuration. After this
+    call, the hub is read at the commits that the run has read.
     """
-    if not cfg.resume:
-        return check_free(cfg.out_dir)
-    if not cfg.out_dir:
+    if cfg.resume and not cfg.out_dir:
         raise Refused("--resume: give the folder of the run as --out_dir")
+    try:
+        check_free(cfg.out_dir)
+        return {}
+    except Refused:
+        if not cfg.resume:
+            raise
     out = Path(cfg.out_dir)
     done = max(checkpoints(out), default=0)
     if not done and (out / "model").exists():
@@ -70,28 +72,36 @@ def check_out_dir(cfg: Config) -> None:
             f"--resume: the run in out_dir {out} has ended, and has no checkpoint to "
             "continue from: choose another folder"
         )
-    # A run that is killed in its first moment leaves an empty config.json.
-    files = [out / name for name in ("config.json", *ROW_FILES)]
-    if not done and not any(file.exists() and file.stat().st_size for file in files):
-        return
     if cfg.steps < done:
         raise Refused(
             f"--resume: {out} has done {done} steps, but steps is {cfg.steps}"
         )
-    for name, (old, new) in changed_fields(cfg, out).items():
-        allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
-        # With a lag, a run of more steps would have sampled more batches by now. This
-        # makes no difference to a run that takes no further step.
-        if name == "steps" and (cfg.lag == 0 or cfg.steps == done):
+    path = out / "config.json"
+    try:
+        stored = json.loads(path.read_text())
+        COMMITS.update(stored["commits"])
+    except Exception as error:  # A damaged file raises many types.
+        raise Refused(
+            f"--resume: {path} cannot be read: {one_line(error)}; restore it, or take "
+            "that of a new run with the same flags"
+        ) from None
+    allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
+    # With a lag, a run of more steps would have sampled more batches by now. This makes
+    # no difference to a run that takes no further step.
+    if cfg.lag == 0 or cfg.steps == done:
+        allowed = allowed | {"steps"}
+    changed = {}
+    for name, new in config_of(cfg).items():
+        old = stored.get(name)
+        if old == new:
             continue
         if name not in allowed:
             raise Refused(
                 f"--resume: {name} was {old!r} in {out} and is {new!r}; keep the old "
                 "value, or choose another out_dir"
             )
-    if done:
-        for name in ROW_FILES:
-            check_rows(out / name, done)
+        changed[name] = old, new
+    return changed
 
 
 def check_free(out_dir: str) -> None:
@@ -133,68 +143,41 @@ def config_of(cfg: Flags) -> dict[str, Any]:
     }
 
 
-def changed_fields(cfg: Config, out: Path) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ from the run's config.json, as (old, new) values.
-
-    From here on the hub is read at the commits that the run has read. Raises Refused if
-    config.json cannot be read.
-    """
-    path = out / "config.json"
-    try:
-        stored = json.loads(path.read_text())
-        COMMITS.update(stored["commits"])
-        return {
-            name: (stored.get(name), value)
-            for name, value in config_of(cfg).items()
-            if stored.get(name) != value
-        }
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise Refused(
-            f"--resume: {path} cannot be read: {one_line(error)}; restore it, or take "
-            "that of a new run with the same flags"
-        ) from None
-
-
-def make_out_dir(cfg: Config) -> Path:
+def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
     """Create the run's folder and print what starts or continues. A collective.
 
-    Raises Refused, on all ranks, if a node does not see the folder.
+    `changed` is what check_out_dir returns. Raises Refused if this node does not see
+    the folder.
     """
     # Rank 0 chooses the name, because it contains the time.
     names = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
     dist.broadcast_object_list(names)
-    cfg.out_dir = names[0]
+    [cfg.out_dir] = names
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0:
         take_folder(out, cfg)
-        signal.signal(signal.SIGTERM, partial(end_by_sigterm, out))
-        is_slow = "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and bfloat16_is_slow()
-        note = " (bfloat16 is slow on this CPU)" if is_slow else ""
+        signal.signal(signal.SIGTERM, lambda *_: end_by_sigterm(out))
+        is_slow = (
+            "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and not has_fast_bfloat16()
+        )
+        note = " (bfloat16 is slow on this machine)" if is_slow else ""
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
         if done := max(checkpoints(out), default=0):
-            changed = changed_fields(cfg, out)
             append_row(out / "resumes.jsonl", {"step": done, "changed": changed})
             print(f"{out}: continues after step {done}")
-            for name in ADJUSTABLE_FIELDS & set(changed):
-                print("{} was {} and is now {}".format(name, *changed[name]))
         print(
             "e_B is 1 if the policy is what sampled, and falls the further the two are "
-            "apart; KL is in nats per token; tokens is the mean length of a response",
-            flush=True,
+            "apart; KL is in nats per token; tokens is the mean length of a response"
         )
     dist.barrier()
     for _ in range(NFS_SECONDS):
         if out.exists():
-            break
+            return out
         time.sleep(1)
-    hosts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, None if out.exists() else socket.gethostname())
-    for host in filter(None, hosts):
-        raise Refused(
-            f"out_dir {out} is not on {host}: give a folder on a file system that all "
-            "nodes share"
-        )
-    return out
+    raise Refused(
+        f"out_dir {out} is not on {socket.gethostname()}: give a folder on a file "
+        "system that all nodes share"
+    )
 
 
 def take_folder(out: Path, cfg: Flags) -> None:
@@ -222,7 +205,7 @@ def take_folder(out: Path, cfg: Flags) -> None:
         raise Refused(f"out_dir {out} cannot be made: {error.strerror}") from None
 
 
-def end_by_sigterm(out: Path, *_: Any) -> None:
+def end_by_sigterm(out: Path) -> None:
     """Say how to continue the run and end this process: the handler of SIGTERM.
 
     Schedulers send SIGTERM some seconds before they kill a job.
@@ -255,13 +238,16 @@ def save_checkpoint(
     if rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
     weights, moments = get_state_dict(policy, optimizer)
-    state = {"metrics": metrics, "queue": [vars(batch) for batch in queue]}
+    state = {"model_state_dict": weights, "optim_state_dict": moments}
     try:
         dist.barrier()
-        dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished)
-        torch.save(state, unfinished / f"rank-{rank}.pt")
-        sums = json.dumps(checksums(unfinished))
-        (unfinished / f"checksums-{rank}.json").write_text(sums)
+        dcp.save(state, checkpoint_id=unfinished)
+        own = {
+            "metrics": metrics,
+            "queue": [vars(batch) for batch in queue],
+            "rows": {name: (out / name).read_text() for name in ROW_FILES},
+        }
+        torch.save(own, unfinished / f"rank-{rank}.pt")
         dist.barrier()
         if rank == 0:
             publish(unfinished, unfinished.with_name(f"step-{step:06d}"))
@@ -284,8 +270,9 @@ def load_checkpoint(
 
     Returns its step, the metrics of that step, and the fields of the rollouts that no
     step has used: a run resumed at lag 4 continues with the batches that it had sampled
-    ahead. Without a checkpoint these are step 0, its metrics, and no rollouts. Raises
-    Refused if the checkpoint cannot be read or was changed. A collective.
+    ahead. Without a checkpoint these are step 0, its metrics, and no rollouts. Also
+    restores metrics.jsonl and samples.jsonl. Raises Refused if the checkpoint cannot be
+    read. A collective.
     """
     newest = [max(checkpoints(out).items(), default=(0, out))]
     dist.broadcast_object_list(newest)
@@ -294,40 +281,26 @@ def load_checkpoint(
         return 0, {"step": 0}, []
     rank = dist.get_rank()
     weights, moments = get_state_dict(policy, optimizer)
-    state = {"policy": weights, "optimizer": moments}
+    state = {"model_state_dict": weights, "optim_state_dict": moments}
     try:
-        written = json.loads((checkpoint / f"checksums-{rank}.json").read_text())
-        if changed := dict(written.items() - checksums(checkpoint).items()):
-            raise OSError(f"{min(changed)} is not as it was written")
         dcp.load(state, checkpoint_id=checkpoint)
         own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
+        if rank == 0:
+            # The row of the step was written after the checkpoint. If it is there, it
+            # may have an evaluation to keep.
+            log = out / "metrics.jsonl"
+            text = log.read_text(errors="replace") if log.exists() else ""
+            if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
+                own["metrics"] |= json.loads(row[0])
+            for name, content in own["rows"].items():
+                (out / name).write_text(content)
     except (CheckpointException, Exception) as error:  # torch raises many types.
         raise Refused(
             f"--resume: {checkpoint} cannot be read: {last_line(error)}; remove it to "
             "continue from the one before"
         ) from error
-    set_state_dict(
-        policy,
-        optimizer,
-        model_state_dict=state["policy"],
-        optim_state_dict=state["optimizer"],
-    )
+    set_state_dict(policy, optimizer, **state)
     return step, own["metrics"], own["queue"]
-
-
-def checksums(checkpoint: Path) -> dict[str, int]:
-    """Return the CRC-32 of each file of a checkpoint that this rank writes.
-
-    torch.distributed.checkpoint notices neither a flipped bit nor a shard of another
-    checkpoint.
-    """
-    rank = dist.get_rank()
-    own = rf"__{rank}_.*|rank-{rank}\.pt" + ("" if rank else r"|\.metadata")
-    return {
-        path.name: zlib.crc32(np.memmap(path, mode="r"))
-        for path in checkpoint.iterdir()
-        if re.fullmatch(own, path.name)
-    }
 
 
 def publish(unfinished: Path, folder: Path) -> None:

@@ -23,15 +23,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(gt=0)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveAmount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0)]
+PositiveAmount = Annotated[float, Field(gt=0)]
 # vLLM refuses a temperature above 2, and raises one below 0.01 to 0.01.
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
-Number = Annotated[float, Field(allow_inf_nan=False)]
 # A number if the text can be read as one, else the text.
-NumberOrText = Annotated[Number | str, Field(union_mode="left_to_right")]
+NumberOrText = Annotated[float | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):
@@ -48,16 +47,11 @@ class Flags(BaseSettings):
     model_config = SettingsConfigDict(
         extra="forbid",
         case_sensitive=True,
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
         cli_implicit_flags=True,  # --resume and --no-resume
+        env_prefix="=",  # No variable has such a name, so none sets a field.
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: Any, **others: Any
-    ) -> tuple[Any, ...]:
-        """Read flags and recipes only: no environment variable sets a field."""
-        return (init_settings,)
 
 
 Kind = TypeVar("Kind", bound=Flags)
@@ -78,7 +72,7 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
         return kind(_cli_parse_args=flags, _cli_exit_on_error=False, **recipe)
     except ValidationError as error:
         complaint = error.errors()[0]
-        name = ".".join(str(part) for part in complaint["loc"])
+        name = ".".join(map(str, complaint["loc"]))
         value = f"{name} is {complaint['input']!r}: " if name else ""
         reason = complaint["msg"].removeprefix("Value error, ")
         raise Refused(f"{value}{reason}") from None
@@ -104,12 +98,12 @@ def read_recipe(path: str) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text()
-        fields = yaml.safe_load(text)
+        fields = yaml.load(text, yaml.BaseLoader)  # all values as texts, as in flags
         if not isinstance(fields, dict):
             raise ValueError("write `name: value`, one per line")
         if len(yaml.compose(text).value) > len(fields):
             raise ValueError("a name is there twice")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except Exception as error:  # yaml raises many types.
         raise Refused(
             f"--config {path} is not a YAML file of fields: {one_line(error)}"
         ) from None
@@ -117,7 +111,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         # This is the config.json of a run; the new run gets its own folder.
         for name in ("environment", "commits", "ranks", "out_dir"):
             fields.pop(name, None)
-    return {str(name): value for name, value in fields.items()}
+    return fields
 
 
 def one_line(error: Exception) -> str:
@@ -140,18 +134,15 @@ def run_script(main: Callable[[], None]) -> None:
     torchrun ends them. CUDA's memory pools may also abort at the interpreter's exit.
     """
     sys.stdout.reconfigure(line_buffering=True)  # if it is a file, too
-    status = 0
+    status = 1
     try:
         main()
+        status = 0
     except (Refused, Stopped, FloatingPointError, OSError) as error:
         print(f"{script_name()}: {error}", file=sys.stderr)
-        status = 1
     except KeyboardInterrupt:
         print(f"{script_name()}: interrupted", file=sys.stderr)
         status = 130
     except Exception:
         traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)

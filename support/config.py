@@ -161,12 +161,14 @@ class Config(SharedConfig):
                 f"rollout_dtype is {self.rollout_dtype}: fp8 rollouts need bfloat16"
             )
         # Imported here, because it imports torch, which takes seconds.
-        from support.machine import default_dtype, default_rollout_dtype
+        from support.machine import default_dtype, has_fast_bfloat16
 
         if self.dtype == "auto":
             self.dtype = default_dtype("float32")
         if self.rollout_dtype == "auto":
-            self.rollout_dtype = default_rollout_dtype(self.rollout_quantization)
+            # vLLM offers fp8 only together with bfloat16.
+            is_bfloat16 = is_fp8 or has_fast_bfloat16()
+            self.rollout_dtype = "bfloat16" if is_bfloat16 else default_dtype("float16")
         return self
 
 

@@ -43,7 +43,6 @@ long as the mean step so far.
 """
 
 import json
-import os
 import resource
 import time
 from collections import defaultdict
@@ -58,7 +57,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from support.command import Refused, Stopped
+from support.command import Stopped
 from support.tasks import Dataset
 
 PHASES = ("rollout", "reward", "update", "sync")
@@ -73,16 +72,12 @@ class Log:
     tokenizer: PreTrainedTokenizerBase
     group_size: int
     steps: int  # of the whole run
-    done: int  # the step after which this start of the run begins
-    dataset: Dataset | None = None  # the problems trained on, for metrics_of
+    dataset: Dataset  # the problems trained on
 
     def __post_init__(self) -> None:
-        """Delete the rows of steps that a resumed run has to repeat."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self.start = self.start_of_steps = self.start_of_step = time.perf_counter()
-        if self.done > 0 and dist.get_rank() == 0:
-            for name in ROW_FILES:
-                rewind(self.out / name, self.done)
+        self.start = time.perf_counter()
+        self.ends: list[float] = []  # when each line was written
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -96,25 +91,23 @@ class Log:
 
         `rollouts` is a rollout.Rollouts, from which rank 0 saves samples. A collective.
         """
+        groups = rollouts.reward.view(-1, self.group_size)  # [P, G]
         responses = {
             "reward": rollouts.reward,
+            "groups_with_signal": groups.amax(dim=1) > groups.amin(dim=1),  # [P]
             "response_tokens": rollouts.mask.sum(dim=1),
             "truncated": rollouts.truncated,
             "unmarked": torch.tensor(
                 [self.dataset.is_unmarked(text) for text in rollouts.text]
             ),
             "entropy": -rollouts.logp_behavior.sum(dim=1),
-        }  # [N] each
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, responses)
+        }  # [N] each, but for the groups
         metrics = {"step": step, "weight_version": rollouts.weight_version}
-        for name in responses:
-            values = torch.cat([rank[name] for rank in gathered]).double()
-            metrics[name] = values.mean().item()
-            if name == "reward":
-                groups = values.view(-1, self.group_size)  # [P, G]
-                has_signal = groups.amax(dim=1) > groups.amin(dim=1)
-                metrics["groups_with_signal"] = has_signal.double().mean().item()
+        for name, values in responses.items():
+            # All ranks have equally many responses.
+            mean = values.double().mean() / dist.get_world_size()
+            dist.all_reduce(mean)
+            metrics[name] = mean.item()
         metrics["entropy"] /= metrics["response_tokens"]
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
         metrics["peak_memory_gb"] = peak_memory_gb()
@@ -124,41 +117,36 @@ class Log:
         return metrics
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Add a step's line to metrics.jsonl, on rank 0, and print its main numbers."""
+        """Add a step's line to metrics.jsonl, on rank 0, and print its main numbers.
+
+        The text at the top of this file says what each name in the line means.
+        """
         if dist.get_rank() > 0:
             return
-        step, now = metrics["step"], time.perf_counter()
-        path = self.out / "metrics.jsonl"
-        if 0 < step == self.done:
-            # The checkpoint that this run resumed from was written before the line of
-            # its step. If the line is there, it may have an evaluation to keep.
-            metrics = rewind(path, step) | metrics
-            rewind(path, step - 1)
-        append_row(path, metrics)
+        step = metrics["step"]
+        append_row(self.out / "metrics.jsonl", metrics)
         line = f"step {step:4d}"
         if step > 0:
             line += f"  reward {metrics['reward']:.3f}  e_B {metrics['ess']:.4f}"
             line += f"  KL {metrics['mismatch_kl']:.1e}"
             line += f"  tokens {metrics['response_tokens']:.1f}"
-        if step == self.done:
-            self.start_of_steps = now
-        else:
-            left = (self.steps - step) * (now - self.start_of_steps)
-            left = timedelta(seconds=round(left / (step - self.done)))
-            line += f"  {now - self.start_of_step:.1f} s  {left} left"
+        self.ends.append(time.perf_counter())
+        if steps := len(self.ends) - 1:  # since this start of the run
+            seconds = self.ends[-1] - self.ends[-2]
+            mean = (self.ends[-1] - self.ends[0]) / steps
+            left = timedelta(seconds=round(mean * (self.steps - step)))
+            line += f"  {seconds:.1f} s  {left} left"
         if "heldout_greedy" in metrics:
             line += f"  held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,"
             line += f"  {metrics['heldout_greedy']:.3f} greedy"
-        print(line, flush=True)
+        print(line)
         if step == 1 and metrics["reward"] == 0:
             print(
                 f"every reward of step 1 is 0: {metrics['truncated']:.0%} of the "
                 "responses were cut at max_response_tokens, and the verifier misses a "
                 f"\\boxed{{}} or #### in {metrics['unmarked']:.0%}; see "
-                f"{self.out}/samples.jsonl",
-                flush=True,
+                f"{self.out}/samples.jsonl"
             )
-        self.start_of_step = now
 
     def append_samples(self, step: int, rollouts: Any) -> None:
         """Save the first response to each of rank 0's first two prompts, with rewards.
@@ -180,19 +168,17 @@ class Log:
         """Print the final table and draw curves.png from metrics.jsonl, on rank 0."""
         if dist.get_rank() > 0:
             return
-        rows = [json.loads(line) for line in open(self.out / "metrics.jsonl")]
-        evaluated = [row for row in rows if "heldout_greedy" in row]
-        steps = [row for row in rows if row["step"] > 0]
+        from pandas import DataFrame  # datasets requires pandas; it takes a second.
+
+        rows = DataFrame(map(json.loads, open(self.out / "metrics.jsonl")))
         print(f"\n{'':24}  before   after")
         for name in ("pass@1", "greedy"):
-            before, after = [evaluated[i][f"heldout_{name}"] for i in (0, -1)]
-            print(f"{'held-out ' + name:24}{before:8.3f}{after:8.3f}")
+            accuracy = rows[f"heldout_{name}"].dropna().tolist()
+            print(f"{'held-out ' + name:24}{accuracy[0]:8.3f}{accuracy[-1]:8.3f}")
         for phase in PHASES:
-            seconds = sum(row[f"{phase}_seconds"] for row in steps)
-            print(f"seconds in {phase:21}{seconds:8.1f}")
-        seconds = time.perf_counter() - self.start
-        print(f"{'seconds since this start':32}{seconds:8.1f}")
-        if not any(row["groups_with_signal"] for row in steps):
+            print(f"seconds in {phase:21}{rows[f'{phase}_seconds'].sum():8.1f}")
+        print(f"{'seconds since this start':32}{time.perf_counter() - self.start:8.1f}")
+        if not rows["groups_with_signal"].any():
             print(
                 "\nno group ever had a signal, so nothing was learned: the responses "
                 "to each prompt all had the same reward (samples.jsonl has some)"
@@ -210,53 +196,6 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         raise Stopped(f"{path} cannot be written: {error}") from error
 
 
-def read_rows(path: Path, done: int) -> tuple[list[dict[str, Any]], int]:
-    """Return a file's rows of the first `done` steps, and their length in bytes.
-
-    Reading ends before a row of a later step or a line that cannot be read, such as one
-    that a kill has cut. A missing file has no rows.
-    """
-    rows, length = [], 0
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            if row["step"] > done or not line.endswith(b"\n"):
-                break
-        except (ValueError, LookupError, TypeError, RecursionError):
-            break
-        rows.append(row)
-        length += len(line)
-    return rows, length
-
-
-def check_rows(path: Path, done: int) -> None:
-    """Raise Refused if a damaged line would cost a resumed run rows of earlier steps.
-
-    Only the row of step `done` may be missing, because it is written after the
-    checkpoint of that step.
-    """
-    rows, _ = read_rows(path, done)
-    last = rows[-1]["step"] if rows else 0
-    if path.exists() and last < done - 1:
-        raise Refused(
-            f"--resume: {path}, line {len(rows) + 1}, is not a row of step {last} or "
-            f"{last + 1}: correct or remove the line, or delete the file to continue "
-            "without its rows"
-        )
-
-
-def rewind(path: Path, done: int) -> dict[str, Any]:
-    """Cut a JSONL file after its rows of the first `done` steps.
-
-    Returns the row of step `done`, or {} if the file does not have it.
-    """
-    rows, length = read_rows(path, done)
-    with open(path, "a") as file:
-        os.truncate(file.fileno(), length)
-    return rows[-1] if rows and rows[-1]["step"] == done else {}
-
-
 def peak_memory_gb() -> float:
     """Return the most memory that this rank has used, in GB of 2^30 bytes.
 
@@ -267,27 +206,25 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy, reward, 1 - e_B beside the KL, and entropy, by step."""
-    import matplotlib.pyplot as plt
+def draw_curves(rows: Any, path: Path) -> None:
+    """Draw accuracy, reward, 1 - e_B beside the KL, and entropy, by step.
 
-    for row in rows:
-        if "ess" in row:
-            row["1 - ess"] = 1 - row["ess"]  # the weight of the KL
+    `rows` is a pandas.DataFrame with the rows of metrics.jsonl.
+    """
+    from matplotlib.figure import Figure
+
+    rows["1 - ess"] = 1 - rows["ess"]  # the weight of the KL
     panels = {
         "held-out accuracy": ("heldout_pass@1", "heldout_greedy"),
         "rollouts": ("reward",),
         "distance from on-policy": ("1 - ess", "mismatch_kl"),
         "entropy, nats per token": ("entropy",),
     }
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.2), layout="constrained")
+    figure = Figure(figsize=(15, 3.2), layout="constrained")
+    axes = figure.subplots(1, 4)
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
-        for name in names:
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            axis.plot(*zip(*points, strict=True), marker=".", markersize=4, label=name)
-        axis.set(title=title, xlabel="step")
-        axis.legend()
+        points = rows[["step", *names]].dropna()
+        points.plot("step", ax=axis, title=title, style=".-")
     axes[0].set(ylim=(0, 1.02))
     axes[2].set(yscale="log")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

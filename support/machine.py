@@ -1,4 +1,4 @@
-"""Sets up this machine: process group, network interface, dtypes, cores and memory."""
+"""Sets up this machine: process group, network address, dtypes, cores and memory."""
 
 import ctypes
 import os
@@ -56,8 +56,8 @@ def init_distributed() -> dist.DeviceMesh:
         os.environ.update(SINGLE_RANK)
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
-    if nodes > 1:
-        choose_interface(os.environ["MASTER_ADDR"])
+    if nodes > 1 and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        check_address(os.environ["MASTER_ADDR"])
     if torch.cuda.is_available():
         device_type = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -81,72 +81,48 @@ def init_distributed() -> dist.DeviceMesh:
     )
 
 
-def choose_interface(master: str) -> None:
-    """Make gloo and NCCL use the network interface that leads to the first node.
+def check_address(master: str) -> None:
+    """Raise Refused if other nodes cannot reach this one at its host name's address.
 
-    By default, gloo takes the address of this host's name, which is 127.0.1.1 on Debian
-    and Ubuntu, and NCCL takes one of the interfaces that are up. Variables that the
-    user has set are respected. Raises Refused if the other nodes could not reach this
-    one.
+    Gloo uses this address unless GLOO_SOCKET_IFNAME names an interface. On Debian and
+    Ubuntu it is 127.0.1.1.
     """
-    import psutil  # Only runs on several nodes need it.
-
-    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        return
-    family, kind, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # This sends nothing. It chooses a route.
-        own = probe.getsockname()[0]
+    host = socket.gethostname()
+    try:
+        own = socket.gethostbyname(host)
+    except OSError:  # An unknown name is the loopback address for gloo.
+        own = "127.0.0.1"
     # All ranks may be on one machine, as in a test. Then the user gives this address.
-    if own in ("127.0.0.1", "::1") and master != own:
+    if own.startswith("127.") and not master.startswith("127."):
         raise Refused(
-            f"MASTER_ADDR {master} is {own} on this node, which no other node can "
-            "reach: pass the first node's address in their network to torchrun as "
-            "--master-addr, or set GLOO_SOCKET_IFNAME to the interface that leads there"
+            f"{host} is {own} on this node, which no other node can reach: set "
+            "GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME if there are GPUs, to the "
+            f"network interface that leads to {master}"
         )
-    for interface, entries in psutil.net_if_addrs().items():
-        if own in [entry.address for entry in entries]:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-            # The = has NCCL take the interface of exactly this name.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def default_dtype(without_bfloat16: str) -> str:
     """Return the dtype to compute in: float32 on a CPU, bfloat16 on a GPU that has it.
 
-    A GPU has it from compute capability 8.0 on. An older one (T4, V100) computes in
-    `without_bfloat16`. In float32 neither the number of ranks nor the size of a batch
-    changes a result, up to rounding.
+    A GPU without it computes in `without_bfloat16`. In float32 neither the number of
+    ranks nor the size of a batch changes a result, up to rounding.
     """
     if not torch.cuda.is_available():
         return "float32"
-    device = int(os.environ.get("LOCAL_RANK", 0))
-    has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
-    return "bfloat16" if has_bfloat16 else without_bfloat16
+    return "bfloat16" if has_fast_bfloat16() else without_bfloat16
 
 
-def default_rollout_dtype(quantization: str) -> str:
-    """Return the dtype to sample rollouts in.
+def has_fast_bfloat16() -> bool:
+    """Return whether this machine has instructions for bfloat16.
 
-    It is bfloat16 if the machine is fast at it or if fp8 requires it, as vLLM offers
-    fp8 only together with bfloat16. Otherwise it is float16 on a GPU and float32 on a
-    CPU.
+    A GPU has them from compute capability 8.0 on; a T4 or V100 does not. A CPU that has
+    them (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of the time that float32
+    takes. Any other CPU multiplies bfloat16 in a plain loop, which takes twice as long
+    as float32, and with fp8 it took 20 times as long.
     """
-    if quantization == "none" and (torch.cuda.is_available() or bfloat16_is_slow()):
-        return default_dtype("float16")
-    return "bfloat16"
-
-
-def bfloat16_is_slow() -> bool:
-    """Return whether this is a CPU without bfloat16 instructions.
-
-    A CPU that has them (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of the
-    time that float32 takes. Any other CPU multiplies bfloat16 in a plain loop, which
-    takes twice as long as float32, and with fp8 it took 20 times as long.
-    """
-    on_cpu = not torch.cuda.is_available()
-    return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= (8, 0)
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def prepare_cpu(ranks_of_node: int) -> None:

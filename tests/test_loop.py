@@ -100,7 +100,7 @@ def few(heldout) -> Dataset:
 def tiny() -> SimpleNamespace:
     """Return the training problems of the embedded task and a log for sample_batch."""
     tokenizer, problems, _, _ = load_data(Config())
-    return SimpleNamespace(train=problems, log=Log(Path(), tokenizer, 4, 1, done=0))
+    return SimpleNamespace(train=problems, log=Log(Path(), tokenizer, 4, 1, problems))
 
 
 def batch_of(engine, tiny, step: int = 1, **settings: Any) -> Rollouts:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import TWO_STEPS
 from launch import assert_same_metrics, read_metrics, start_node
@@ -21,7 +20,7 @@ from test_resume import assert_same_run
 
 from support.checkpoints import checkpoints
 from support.command import Refused
-from support.machine import choose_interface
+from support.machine import check_address
 
 HOSTS = [f"p3o-{os.getpid()}-{node}" for node in range(2)]
 
@@ -48,7 +47,9 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
         file = tmp_path / host
         file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
         script = f'mount --bind {file} /etc/hosts; hostname {host}; exec "$@"'
-        inside = f"ip netns exec {host} unshare --mount --uts sh -ec"
+        # Without the variable, train.py would refuse 127.0.1.1.
+        variable = "GLOO_SOCKET_IFNAME=eth0"
+        inside = f"ip netns exec {host} env {variable} unshare --mount --uts sh -ec"
         commands.append([*inside.split(), script, host])
     yield commands
     for host in HOSTS:
@@ -93,38 +94,22 @@ def test_two_hosts_do_what_one_rank_does_and_resume_bit_for_bit_after_one_is_kil
     assert_same_run(killed, alone)
 
 
-@pytest.fixture
-def no_interface(monkeypatch):
-    """Unset the interfaces for a test, and restore the variables afterwards."""
-    for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+@pytest.mark.parametrize("own", ["127.0.1.1", None])
+def test_a_node_whose_name_leads_others_to_themselves_is_refused(own, monkeypatch):
+    def resolve(name):
+        if own is None:
+            raise socket.gaierror("Name or service not known")
+        return own
 
-
-ADDRESSES = [
-    (entry.address, name)
-    for name, entries in psutil.net_if_addrs().items()
-    for entry in entries
-    if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
-]
-
-
-@pytest.mark.parametrize("address, interface", ADDRESSES)
-def test_gloo_and_nccl_take_the_interface_of_the_first_node(
-    address, interface, no_interface
-):
-    choose_interface(address)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == interface
-    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={interface}"
-
-
-def test_a_first_node_that_others_cannot_reach_is_refused_unless_an_interface_is_given(
-    no_interface, monkeypatch
-):
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    with pytest.raises(Refused, match="MASTER_ADDR first is 127.0.0.1 on this node"):
-        choose_interface("first")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    choose_interface("first")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setattr(socket, "gethostname", lambda: "second")
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    with pytest.raises(Refused) as refused:
+        check_address("10.77.0.1")
+    assert str(refused.value) == (
+        f"second is {own or '127.0.0.1'} on this node, which no other node can reach: "
+        "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME if there are GPUs, to the "
+        "network interface that leads to 10.77.0.1"
+    )
+    check_address("127.0.0.1")  # All nodes are on this machine.
+    own = "10.77.0.2"
+    check_address("10.77.0.1")

@@ -19,7 +19,7 @@ import train
 from support.checkpoints import check_out_dir, checkpoints, config_of
 from support.command import Refused
 from support.config import Config
-from support.log import check_rows, read_rows
+from support.log import append_row
 
 SMALL = [
     "--prompts_per_step=8",
@@ -111,14 +111,20 @@ def test_after_a_kill_of_one_of_two_ranks_torchrun_ends_the_other_and_both_can_r
 def test_sigterm_prints_how_to_continue_and_the_first_lines_reach_a_file_at_once(
     tmp_path,
 ):
-    code = (
-        "import os; from support.checkpoints import make_out_dir\n"
-        "from support.config import Config; from support.machine import *\n"
-        f"init_distributed(); make_out_dir(Config(out_dir='{tmp_path}/run'))\n"
-        f"os.mkdir('{tmp_path}/run/checkpoints')\n"
-        f"os.mkdir('{tmp_path}/run/checkpoints/step-000020')\n"
-        "os.kill(os.getpid(), 15)"
-    )
+    code = f"""if True:
+        import os
+        from support.checkpoints import make_out_dir
+        from support.command import run_script
+        from support.config import Config
+        from support.machine import init_distributed
+
+        def main():
+            init_distributed()
+            make_out_dir(Config(out_dir='{tmp_path}/run'), {{}})
+            os.makedirs('{tmp_path}/run/checkpoints/step-000020')
+            os.kill(os.getpid(), 15)
+
+        run_script(main)"""
     with open(tmp_path / "log", "w") as log:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -179,7 +185,7 @@ def test_an_evaluation_that_fails_costs_no_step(
 
 
 def test_a_finished_run_resumed_with_other_memory_or_rate_changes_no_number_or_config(
-    finished, train_here, capsys
+    finished, train_here
 ):
     files = ("config.json", "model/model.safetensors")
     before = read_metrics(finished), [(finished / name).read_bytes() for name in files]
@@ -189,8 +195,7 @@ def test_a_finished_run_resumed_with_other_memory_or_rate_changes_no_number_or_c
     train_here(*FINISHED, "--resume", *changed, out_dir=finished)
     after = read_metrics(finished), [(finished / name).read_bytes() for name in files]
     assert after == before
-    # The change is printed, and recorded beside config.json.
-    assert "learning_rate was 0.0004 and is now 1e-05\n" in capsys.readouterr().out
+    # The change is recorded beside config.json.
     [resumed] = map(json.loads, open(finished / "resumes.jsonl"))
     assert resumed["step"] == 5
     assert resumed["changed"]["learning_rate"] == [4e-4, 1e-5]
@@ -207,6 +212,7 @@ def stored(tmp_path):
     def write(done: int, **fields) -> Path:
         config = config_of(Config(out_dir=str(tmp_path), **fields))
         (tmp_path / "config.json").write_text(json.dumps(config))
+        append_row(tmp_path / "metrics.jsonl", {"step": 0})
         if done:
             (tmp_path / f"checkpoints/step-{done:06}").mkdir(parents=True)
         return tmp_path
@@ -291,7 +297,6 @@ def test_resume_needs_an_out_dir_and_no_resume_needs_a_free_one(stored):
 def test_resume_starts_in_a_folder_in_which_nothing_was_done(tmp_path):
     assert resume_refusal(tmp_path / "missing") == ""
     (tmp_path / "config.json").touch()  # A kill may come before it is written.
-    (tmp_path / "checkpoints/unfinished").mkdir(parents=True)
     assert resume_refusal(tmp_path) == ""
 
 
@@ -324,32 +329,3 @@ def test_a_config_json_that_cannot_be_read_is_refused(content, stored):
     path.unlink() if content is None else path.write_bytes(content)
     assert resume_refusal(out).startswith(f"--resume: {path} cannot be read: ")
     assert path.exists() == (content is not None)
-
-
-# A checkpoint of step 4 needs the rows of steps 1 to 3. The row of step 4 is written
-# only after the checkpoint.
-@pytest.mark.parametrize("step", [2, 4, 5])
-@pytest.mark.parametrize(
-    "line", [b"\n", b"\0\0\n", b'{"ste\n', b"7\n", b"{}\n", b"\xff\n", DEEP]
-)
-def test_a_damaged_row_is_refused_by_its_line_or_dropped_if_no_row_is_lost(
-    line, step, tmp_path
-):
-    path = tmp_path / "metrics.jsonl"
-    rows = [b'{"step": %d}\n' % number for number in range(7)]
-    rows[step] = line
-    path.write_bytes(b"".join(rows))
-    if step == 2:
-        with pytest.raises(Refused, match="line 3, is not a row of step 1 or 2: corr"):
-            check_rows(path, 4)
-    else:
-        check_rows(path, 4)
-        assert read_rows(path, 4)[0][-1] == {"step": min(step - 1, 4)}
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_an_empty_file_of_rows_is_refused_and_a_missing_one_is_not(name, stored):
-    out = stored(4)
-    assert resume_refusal(out) == ""
-    (out / name).touch()
-    assert f"{name}, line 1, is not a row of step 0 or 1" in resume_refusal(out)

@@ -462,8 +462,8 @@ test_loop.test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b
 
 means over responses are maxima
 support.log.Log.metrics_of
-- values.mean()
-+ values.max()
+- values.double().mean()
++ values.double().max()
 test_loop.test_a_step_logs_the_means_of_its_batch_and_updates_and_the_least_e_b
 
 the mismatch is that of the last update
@@ -632,13 +632,13 @@ test_checkpoints.test_a_folder_in_which_another_run_is_at_work_is_refused
 a resume forgets the moments
 support.checkpoints.load_checkpoint
 - dcp.load(state,
-+ dcp.load({"policy": weights},
++ dcp.load({"model_state_dict": weights},
 test_checkpoints.test_a_checkpoint_restores_moments_metrics_and_unused_rollouts_bit_for_bit
 
 a resume forgets the weights
 support.checkpoints.load_checkpoint
 - dcp.load(state,
-+ dcp.load({"optimizer": moments},
++ dcp.load({"optim_state_dict": moments},
 test_checkpoints.test_a_save_may_end_between_any_two_of_its_writes_and_the_next_one_works
 
 a resume forgets the queue
@@ -646,12 +646,6 @@ support.checkpoints.load_checkpoint
 - own["queue"]
 + []
 test_checkpoints.test_a_checkpoint_restores_moments_metrics_and_unused_rollouts_bit_for_bit
-
-a flipped bit is not noticed
-support.checkpoints.load_checkpoint
-- written.items() - checksums(checkpoint).items()
-+
-test_checkpoints.test_a_damaged_checkpoint_is_refused_and_the_one_before_can_be_loaded
 
 a resume continues from the oldest checkpoint
 support.checkpoints.load_checkpoint
