@@ -4,7 +4,7 @@
 # make compare     train with P3O, GRPO and REINFORCE on stale data, and draw a figure
 # make reproduce   make a small part of the study (18 runs), with tables and figures
 # make bench       measure the seconds of a step by phase (see tools/bench.py for TRL)
-# make gpu-check   check mismatch, memory, speed and a run on this machine's GPU
+# make gpu-check   check mismatch, memory and a run on this machine's GPU
 # make lint        run ruff
 #
 # The first of these also creates .venv.
@@ -52,10 +52,9 @@ bench: $(VENV)/installed
 # Checks the embedded policy and 1.5 billion random parameters. Then train.py makes a run
 # that evaluates with a second engine and saves, and a second command resumes it.
 FP8 := --rollout_quantization fp8_per_channel
-CHECK := $(BIN)/python tools/gpu_check.py --out runs/gpu-check.json
+CHECK := $(BIN)/python tools/gpu_check.py
 LARGE := --size 1.5B --max_response_tokens 512 --kv_cache_gb 12 --gradient_checkpointing
 gpu-check: $(VENV)/installed
-	rm -f runs/gpu-check.json
 	$(CHECK)
 	$(CHECK) $(FP8)
 	$(CHECK) $(LARGE)

@@ -28,7 +28,7 @@ from support.command import Refused
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "study/results"
 METRICS = """step reward groups_with_signal heldout_pass@1 heldout_greedy ess ess_min
-    ess_used mismatch_kl above_ess entropy response_tokens truncated grad_norm ratio
+    mismatch_kl above_ess entropy response_tokens truncated grad_norm ratio
     logprob_abs_diff""".split()
 
 

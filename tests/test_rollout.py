@@ -20,7 +20,6 @@ import policy as policy_module
 from loss import kl_divergence
 from policy import Policy, build_policy, full_weights
 from rollout import Engine, Rollouts, noise_seed
-from study import patched
 from support.command import Refused, Stopped
 from support.models import TRAINABLE
 from train import Config, kl_at_positions
@@ -82,15 +81,6 @@ def test_log_pi_b_is_after_the_temperature_and_the_trainer_agrees_on_every_token
     if temperature != 1:
         # Against the policy itself it is off-policy data.
         assert gap(policy, rollouts).max() > 0.1
-
-
-def test_raw_log_pi_b_is_that_of_the_policy_before_the_temperature(
-    build_engine, policy, prompts, monkeypatch
-):
-    monkeypatch.setattr(vllm, "LLM", vllm.LLM)  # It comes back after the test.
-    patched.raw_logprobs()
-    rollouts = sample(build_engine("tiny"), prompts[:8], temperature=HOT)
-    assert gap(policy, rollouts).max() < AGREE
 
 
 def support_of(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ The second half recomputes the tables on the pages from the committed runs.
 import json
 import os
 import re
-from functools import cache, partial
+from functools import cache
 from statistics import mean
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 
 from loss import grpo, p3o
-from study import patched, plan, report, runs
+from study import plan, report, runs
 from study.plan import LEARNING_RATE, PARTS, SMOLLM2_PARTS, Cell, command_of
 from support.command import Refused, parse_flags
 from train import Config
@@ -54,31 +54,25 @@ def config_of(command):
 # The plan
 
 
-def test_every_objective_and_kind_of_data_has_flags_that_train_py_accepts(tmp_path):
-    done = {
-        cell: run_of(cell, 0.4, 0.9, 0.9)
-        for cell in PARTS["grid"]
-        if cell.objective == "p3o"
-    }
+def test_every_objective_and_kind_of_data_has_flags_that_train_py_accepts():
     for parts, base in ((PARTS, plan.EMBEDDED_RUN), (SMOLLM2_PARTS, SMOLLM2)):
         cells = sum(parts.values(), [])
         one_each = {cell.objective: cell for cell in cells}
         one_each |= {cell.mismatch: cell for cell in cells}
         for cell in one_each.values():
-            script, *flags = command_of(cell, done, tmp_path, base)
-            assert (ROOT / script).exists()
+            script, *flags = command_of(cell, base)
+            assert script == "train.py"
             cfg = config_of(flags)
             assert (cfg.seed, cfg.learning_rate) == (cell.seed, cell.learning_rate)
             # Results must not depend on what "auto" means on a machine.
             assert cfg.dtype == "float32"
             fp8 = cell.mismatch.startswith("fp8")
             assert cfg.rollout_dtype == ("bfloat16" if fp8 else "float32")
-    assert all(callable(getattr(patched, name)) for name in plan.PATCHES.values())
 
 
-def test_a_run_of_smollm2_is_the_recipe_except_for_what_its_cell_says(tmp_path):
+def test_a_run_of_smollm2_is_the_recipe_except_for_what_its_cell_says():
     cell = Cell("T = 1.2", "p3o, no KL", plan.SMOLLM2_RATE, 2)
-    cfg = config_of(command_of(cell, {}, tmp_path, SMOLLM2))
+    cfg = config_of(command_of(cell, SMOLLM2))
     recipe = parse_flags(Config, ["--config", SMOLLM2["config"]])
     changed = {name: value for name, value in cfg if value != getattr(recipe, name)}
     # On a CPU without fast bfloat16 the recipe has this value too.
@@ -93,72 +87,6 @@ def test_a_run_of_smollm2_is_the_recipe_except_for_what_its_cell_says(tmp_path):
         "temperature": 1.2,
         "seed": 2,
     }
-
-
-def test_objectives_that_depend_on_other_numbers_get_them_as_arguments(tmp_path):
-    # A-3PO: alpha is (d - 1) / d for data that are d updates old, 15 / 16.
-    cfg = config_of(command_of(LAG._replace(objective="a3po"), {}, tmp_path))
-    assert cfg.objective_args == {"alpha": 0.9375}
-    own = LAG._replace(objective=plan.OWN_MEAN)
-    with pytest.raises(Refused, match="is missing: run --part grid first"):
-        command_of(own, {}, tmp_path)
-    # P3O's run has an e_B of 0.5 and 0.25 in its two steps, and two updates per step.
-    done = {LAG: run_of(LAG, 0.4, 0.9, 0.9)}
-    assert config_of(command_of(own, done, tmp_path)).objective_args == {"level": 0.375}
-    # Seed 2 takes the e_B of seed 0, the next one in 0, 1, 2, 0.
-    yoked = own._replace(objective=plan.YOKED, seed=2)
-    path = config_of(command_of(yoked, done, tmp_path)).objective_args["path"]
-    assert (ROOT / path).read_text() == "[0.5, 0.5, 0.25, 0.25]"
-
-
-# Changes of train.py
-
-
-def test_step_where_signal_skips_the_optimizer_if_all_advantages_are_0(monkeypatch):
-    class Batch:
-        advantage = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
-
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-
-    def update(policy, optimizer, objective, rollouts, rows, cfg, step):
-        weight.grad = torch.ones(1)
-        optimizer.step()
-
-    monkeypatch.setattr(patched.train, "update", update)
-    patched.step_where_signal()
-    for rows, expected in (([0], 0.0), ([0, 1], -1.0), ([0], -1.0)):
-        patched.train.update(None, optimizer, None, Batch, rows, None, 1)
-        assert weight.item() == expected
-
-
-def test_ess_used_logs_what_an_objective_used_in_place_of_e_b(monkeypatch):
-    def update(objective, e_b):
-        objective(*torch.zeros(4, 1, 1), e_b)
-        return {"ess": e_b}
-
-    monkeypatch.setattr(patched.ablations, "p3o", p3o)
-    monkeypatch.setattr(patched.train, "update", update)
-    patched.ess_used()
-    fixed_ess = partial(patched.ablations.fixed_ess, level=0.8)
-    assert patched.train.update(fixed_ess, 0.9) == {"ess": 0.9, "ess_used": 0.8}
-
-
-def test_the_kl_at_one_heat_uses_the_rollouts_temperature_for_the_listed_tokens(
-    monkeypatch,
-):
-    at_temperature = patched.policy.token_log_probabilities
-    monkeypatch.setattr(patched.policy, "token_log_probabilities", at_temperature)
-    monkeypatch.setattr("sys.argv", ["patched.py", "--temperature=1.5"])
-    patched.kl_at_rollout_temperature()
-    hidden, head = torch.randn(4, 8), torch.randn(5, 8)
-    tokens = torch.arange(4 * 6).view(4, 6) % 5  # the sampled one, then all five
-    found = patched.policy.token_log_probabilities(hidden, head, 1.0, tokens)
-    logits = hidden @ head.T
-    expected = [logits.log_softmax(-1)] + 5 * [(logits / 1.5).log_softmax(-1)]
-    for column, logp in enumerate(expected):
-        token = tokens[:, column : column + 1]
-        torch.testing.assert_close(found[:, column], logp.gather(1, token)[:, 0])
 
 
 # Making the runs
@@ -435,9 +363,15 @@ AVERAGES = {
     "P3O minus it, all 14": plan.MISMATCHES,
     "P3O minus it, breaking kinds": plan.BREAKING,
 }
+FILES = [
+    runs.RESULTS / f"{name}.jsonl" for name in ("embedded", "smollm2", "gpu/smollm2")
+]
 OBJECTIVES = {  # by their titles, such as "P3O, no KL"
     re.sub(r"^\w+", lambda word: word[0].upper(), objective): objective
-    for objective in (*plan.OBJECTIVES, "p3o on a GPU")
+    for objective in {
+        *plan.OBJECTIVES,
+        *(cell.objective for path in FILES for cell in runs.read_runs(path)),
+    }
 }
 
 
@@ -517,9 +451,13 @@ def count_intervals(objectives):
 
 
 def test_the_page_counts_the_intervals_that_exclude_0():
-    rivals = (*plan.RIVALS, plan.A3PO)
-    apart = (*rivals, *plan.STATISTICS, *plan.REMEDIES, *plan.RULES, plan.RAW)
-    others = [name for name in plan.OBJECTIVES if name not in ("p3o", *apart)]
+    measured = {"p3o, e_B of responses", "p3o, recent e_B"}
+    rivals = {*plan.NEIGHBORS, "a3po", *measured}
+    # Remedies and other runs that the page counts nowhere.
+    apart = {"p3o, KL at one heat", "p3o, KL where signal", "p3o, step where signal"}
+    apart |= {"p3o, e_B where signal", "p3o, raw log pi_b", "p3o, e_B of mean ratios"}
+    apart |= {"p3o, e_B^0.5", "p3o, e_B^8", "p3o on a GPU", *plan.RULES, *rivals}
+    others = {cell.objective for cell in at_rate()} - apart
     text = " ".join(PAGE.read_text().split())
     every, clear, above = count_intervals(others)
     assert f"{every} intervals of the difference between P3O and another" in text

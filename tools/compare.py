@@ -12,7 +12,6 @@ table compares the final policies. This is one seed; study/README.md has five.
 import argparse
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,7 +26,7 @@ OBJECTIVES = ("p3o", "grpo 0.2", "reinforce")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/compare"))
-    folder = parser.parse_args().folder.resolve()
+    folder = parser.parse_args().folder
     path = folder / "compare.jsonl"
     cells = at_rate(["lag 16"], OBJECTIVES, [0])
     print(
@@ -37,7 +36,7 @@ def main() -> None:
         "its name, its sampled accuracy every ten steps, and its seconds.", flush=True
     )
     workers = min(len(cells), len(os.sched_getaffinity(0)))
-    run_grid(cells, partial(command_of, done={}, folder=folder), path, workers)
+    run_grid(cells, command_of, path, workers)
 
     runs = read_runs(path)
     rows = [["objective", "sampled accuracy", "greedy accuracy", "least e_B"]]

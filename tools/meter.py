@@ -11,10 +11,9 @@ vLLM samples with these flags, and the trainer's forward pass scores the same to
 float32. Nothing is trained, and no answer is checked. The result tells what to expect
 of any framework that samples with vLLM.
 
-The KL is printed for several K: over the K likeliest tokens of pi_b and one bucket for
-all others. The third command lists the whole vocabulary, so its last KL is exact and
-shows how close the others are. Such lists take 100 bytes per entry or more: 1 GB for
-200 tokens.
+The KL is computed as in training: over the --top_logprobs likeliest tokens of pi_b and
+one bucket for all others. The third command lists the whole vocabulary, so its KL is
+exact. Such lists take 100 bytes per entry or more: 1 GB for 200 tokens.
 """
 
 import sys
@@ -25,20 +24,12 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from loss import (
-    effective_sample_size,
-    kl_divergence,
-    ratio_sums,
-    restrict_to_kept_tokens,
-)
+from loss import effective_sample_size, ratio_sums
 from policy import Policy
 from rollout import Engine, noise_seed
 from support.command import PositiveCount, parse_flags, run_script
 from support.machine import init_distributed
 from support.models import model_folder
-
-# The values of K, in addition to the number of tokens that the engine lists.
-LISTED = (1, 5, 20)
 
 
 class MeterConfig(train.Config):
@@ -62,26 +53,6 @@ def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
         found[f"rho q{percent}"] = quantile.item()
     # The mean of rho log rho - rho + 1 over samples of pi_b is the KL.
     found["KL, sampled token"] = (ratio * tokens - ratio + 1).mean().item()
-    return found
-
-
-def kl_by_listed_tokens(
-    top_logp: torch.Tensor, top_logp_behavior: torch.Tensor, restrict: bool
-) -> dict[int, float]:
-    """Return the mean KL over the K likeliest tokens and one bucket, for each K.
-
-    The arguments are [M, K] for M response tokens, the likeliest token of pi_b first.
-    `restrict` is true if pi_b was sampled with top-p or top-k (see
-    train.kl_at_positions).
-    """
-    found = {}
-    most = top_logp.shape[-1]
-    for listed in sorted({min(k, most) for k in (*LISTED, most)}):
-        logp = top_logp[:, :listed]
-        logp_behavior = top_logp_behavior[:, :listed]
-        if restrict:
-            logp, logp_behavior = restrict_to_kept_tokens(logp, logp_behavior)
-        found[listed] = kl_divergence(logp, logp_behavior).mean().item()
     return found
 
 
@@ -121,11 +92,8 @@ def main() -> None:
     print(f"{'entropy of pi_b':20}{-rollouts.logp_behavior[mask].mean():10.5g}")
     for name, value in measure(log_ratio, mask).items():
         print(f"{name:20}{value:10.5g}")
-    restrict = cfg.top_p < 1 or cfg.top_k > 0
-    top_logp_behavior = rollouts.top_logp_behavior[mask]
-    kl_by_k = kl_by_listed_tokens(top_logp[mask], top_logp_behavior, restrict)
-    for listed, value in kl_by_k.items():
-        print(f"{f'KL, K = {listed}':20}{value:10.5g}")
+    kl = train.kl_at_positions(top_logp, rollouts, cfg)  # [N, T]
+    print(f"{f'KL, K = {top_logp.shape[-1]}':20}{kl[mask].mean():10.5g}")
 
 
 if __name__ == "__main__":
