@@ -1,6 +1,6 @@
 """Draws the figures of study/ in one style."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,12 +18,6 @@ COLORS = {
     "grpo 0.4": "#E69F00",
     "reinforce": "#4D4D4D",
     "p3o, no KL": "#009E73",
-    "p3o, raw log pi_b": "#56B4E9",
-    "p3o, KL where signal": "#AA3377",
-    "p3o, step where signal": "#E8A0BF",
-    "p3o, e_B = 0.999": "#8A8A8A",
-    "p3o, k3": "#CC79A7",
-    "p3o, is": "#7B8EC8",
     "dapo": "#C0392B",
     "gspo": "#6A3D9A",
     "cispo": "#8C564B",
@@ -93,17 +87,12 @@ def draw_by_step(
             axis.plot(means.keys(), means.values(), color=color, lw=2, label=objective)
         axis.set(title=title, xlabel="step")
         axis.set_ylim(bottom=0)
-    add_legend(figure, objectives)
-    save(figure, path)
-
-
-def add_legend(figure: Any, objectives: Iterable[str]) -> None:
-    """Add one legend below all panels of a figure."""
-    handles = [
+    lines = [
         plt.Line2D([], [], color=color_of(objective), label=objective)
         for objective in objectives
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6)
+    figure.legend(handles=lines, loc="outside lower center", ncols=6)
+    save(figure, path)
 
 
 def save(figure: Any, path: Path) -> None:

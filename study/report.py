@@ -7,9 +7,7 @@ writes beside it
 
     embedded.md     tables of all runs of the embedded policy
     smollm2.md      one table of all runs of SmolLM2
-    scores.png      the score by temperature, lag and number of updates
     curves.png      accuracy by step where the objectives differ most
-    smollm2.png     SmolLM2 on hot rollouts, by step
     objectives.png  the weight of a token in the gradient, by its ratio
 
 A score is the mean of a run's last three sampled held-out accuracies. A run has
@@ -32,7 +30,7 @@ import torch
 
 from loss import LOSSES
 from study import ablations
-from study.figures import add_legend, color_of, draw_by_step, panels, save
+from study.figures import color_of, draw_by_step, panels, save
 from study.plan import BREAKING, LEARNING_RATE, MAIN, MISMATCHES, OBJECTIVES
 from study.runs import (
     RESULTS,
@@ -49,19 +47,6 @@ from study.runs import (
 from support.command import run_script
 from tools import objectives
 
-# The panels of scores.png, each from weak to strong.
-STRENGTHS = {
-    "temperature of the rollouts": [
-        "T = 0.6",
-        "T = 0.8",
-        "on-policy",
-        "T = 1.2",
-        "T = 1.4",
-        "T = 1.6",
-    ],
-    "lag, in steps": ["lag 1", "lag 4", "lag 16"],
-    "updates per batch": ["4 updates", "16 updates"],
-}
 CURVES = ("T = 1.6", "lag 16", "16 updates")  # the panels of curves.png
 
 
@@ -204,33 +189,6 @@ def embedded_page(runs: Runs) -> str:
 # Figures
 
 
-def draw_scores(runs: Runs, path: Path) -> None:
-    """Draw a dot for each run, and a line through the means from weak to strong."""
-    widths = [len(mismatches) for mismatches in STRENGTHS.values()]
-    figure, axes = panels(
-        len(STRENGTHS), sharey=False, gridspec_kw={"width_ratios": widths}
-    )
-    for axis, (title, mismatches) in zip(axes, STRENGTHS.items(), strict=True):
-        for objective in reversed(MAIN):  # P3O is drawn last, on top.
-            color = color_of(objective)
-            means = {}
-            for x, mismatch in enumerate(mismatches):
-                same = select(runs, objective=objective, mismatch=mismatch).values()
-                scores = [final_score(run) for run in same]
-                if scores:
-                    axis.plot([x] * len(scores), scores, ".", color=color, alpha=0.4)
-                    means[x] = mean(scores)
-            axis.plot(means.keys(), means.values(), "o-", color=color)
-        axis.set_xticks(range(len(mismatches)), mismatches)
-        axis.set(xlabel=title, xlim=(-0.5, len(mismatches) - 0.5))
-    axes[0].set_ylabel("score: sampled accuracy")
-    # Temperatures differ by 0.04, which the scale of the other panels would hide.
-    for axis in axes[1:]:
-        axis.set_ylim(-0.02, 1.02)
-    add_legend(figure, MAIN)
-    save(figure, path)
-
-
 LOG_RATIO = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)  # log rho, nats
 
 
@@ -300,22 +258,11 @@ def main() -> None:
     at_rate = select(runs, learning_rate=LEARNING_RATE)
     path.with_suffix(".md").write_text(embedded_page(runs))
     print(table_of_differences(at_rate, MISMATCHES))
-    draw_scores(at_rate, folder / "scores.png")
     curves = [(name, name, "heldout_pass@1") for name in CURVES]
     draw_by_step(at_rate, MAIN, curves, folder / "curves.png")
     draw_weights(folder / "objectives.png")
     for path in folder.rglob("smollm2*.jsonl"):
         path.with_suffix(".md").write_text(table_of_runs(read_runs(path)))
-    if (folder / "smollm2.jsonl").exists():
-        hot = select(read_runs(folder / "smollm2.jsonl"), mismatch="T = 1.2")
-        shown = [
-            ("entropy, nats per token", "T = 1.2", "entropy"),
-            ("reward", "T = 1.2", "reward"),
-            ("e_B", "T = 1.2", "ess"),
-            ("greedy accuracy", "T = 1.2", "heldout_greedy"),
-        ]
-        names = names_in(hot, "objective", OBJECTIVES)
-        draw_by_step(hot, names, shown, folder / "smollm2.png")
 
 
 if __name__ == "__main__":

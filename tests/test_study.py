@@ -246,11 +246,10 @@ def test_the_drawn_weight_of_a_token_is_the_one_in_the_gradient():
 
 @pytest.mark.slow
 def test_figures_are_drawn_from_whatever_runs_there_are(tmp_path):
-    report.draw_scores(small_study(), tmp_path / "scores.png")
     shown = [("lag 16", "lag 16", "heldout_pass@1"), ("e_B", "T = 1.6", "ess")]
     report.draw_by_step(small_study(), plan.MAIN, shown, tmp_path / "curves.png")
     report.draw_weights(tmp_path / "objectives.png")
-    assert len(list(tmp_path.glob("*.png"))) == 3
+    assert len(list(tmp_path.glob("*.png"))) == 2
 
 
 # The committed runs
