@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import sdpa_attention
 
@@ -115,7 +116,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
     # The numbers grow from row to row, so the maximum is that of the last computed row.
     number = is_computed.flatten().cumsum(dim=0).view_as(tokens) * is_computed
-    return number.cummax(dim=0).values - 1, is_computed.nonzero(as_tuple=True)
+    index = (number.cummax(dim=0).values - 1).clamp(min=0)
+    return index, is_computed.nonzero(as_tuple=True)
 
 
 def token_log_probabilities(
@@ -172,7 +174,10 @@ def build_policy(
             module.register_forward_pre_hook(
                 lambda _, inputs: inputs[0][policy.computed]
             )
-            module.register_forward_hook(lambda _, inputs, output: output[policy.index])
+            # The gradient of output[policy.index] would add up in any order.
+            module.register_forward_hook(
+                lambda _, inputs, output: embedding(policy.index, output)
+            )
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,
         reduce_dtype=torch.float32,
