@@ -6,7 +6,6 @@ second.
 
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import sys
@@ -23,14 +22,6 @@ KEPT = []
 ROOT = Path(__file__).parents[1]
 LOSS = ROOT / "loss.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-# The functions that --loss requires of a file
-FUNCTIONS = (
-    "group_advantage",
-    "ratio_sums",
-    "effective_sample_size",
-    "kl_divergence",
-    "p3o",
-)
 
 
 def load_module(path):
@@ -42,24 +33,6 @@ def load_module(path):
     sys.modules[spec.name] = module  # Dataclasses look up their annotations there.
     spec.loader.exec_module(module)
     return module
-
-
-def differences(module, expected):
-    """Yield a sentence for each function of `module` that is not as in `expected`.
-
-    Annotations of parameters do not matter.
-    """
-
-    def parameters(signature):
-        return [(each.name, each.kind) for each in signature.parameters.values()]
-
-    for name in FUNCTIONS:
-        function = getattr(module, name, None)
-        right = inspect.signature(getattr(expected, name))
-        if function is None:
-            yield f"{name} is missing"
-        elif parameters(inspect.signature(function)) != parameters(right):
-            yield f"{name}{inspect.signature(function)} should be {name}{right}"
 
 
 def pytest_addoption(parser):
@@ -82,28 +55,10 @@ def pytest_unconfigure(config):
         os._exit(int(config.session.exitstatus))
 
 
-def pytest_configure(config):
-    path = config.getoption("--loss")
-    if path is None:
-        return
-    if not Path(path).is_file():
-        raise pytest.UsageError(f"--loss {path}: there is no such file")
-    try:
-        config.loss_module = load_module(Path(path).resolve())
-    except Exception as error:
-        raise pytest.UsageError(
-            f"--loss {path} cannot be imported: {error!r}"
-        ) from error
-    complaints = list(differences(config.loss_module, load_module(LOSS)))
-    if complaints:
-        lines = [f"--loss {path} has another interface:", *complaints]
-        raise pytest.UsageError("\n".join(lines))
-
-
 @pytest.fixture(scope="session")
 def loss(request):
     """Return the module under test."""
-    return getattr(request.config, "loss_module", None) or load_module(LOSS)
+    return load_module(Path(request.config.getoption("--loss") or LOSS).resolve())
 
 
 # About a hundred engines live in one process until it ends. This is enough for the 256

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from loss_oracle import LOSSES, Token
+from loss_oracle import p3o
 from torch import Tensor
 
 F64 = torch.float64
@@ -45,15 +45,13 @@ def make_batch(
     All tokens of a response have the same advantage; in the third response it is 0.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (8, 7)
-    length = torch.randint(1, 8, (8, 1), generator=generator)
-    length[0], length[1] = 1, 7
-    mask = torch.arange(7) < length
-    behavior = -3 * torch.rand(shape, generator=generator, dtype=F64) - 0.1
-    logp = behavior + spread * torch.randn(shape, generator=generator, dtype=F64)
-    advantage = torch.randn(8, 1, generator=generator, dtype=F64).expand(shape).clone()
+    options = {"generator": generator, "dtype": F64}
+    mask = torch.arange(7) < torch.tensor([1, 7, 4, 2, 6, 3, 5, 7])[:, None]
+    behavior = -3 * torch.rand(mask.shape, **options) - 0.1
+    logp = behavior + spread * torch.randn(mask.shape, **options)
+    advantage = torch.randn(8, 1, **options)
     advantage[2] = 0
-    kl = torch.rand(shape, generator=generator, dtype=F64)
+    kl = torch.rand(mask.shape, **options)
     tensors = [logp, behavior, advantage, kl]
     return Batch(*((tensor * mask).to(dtype) for tensor in tensors), mask)
 
@@ -111,17 +109,14 @@ def run(
     return Outcome(value.detach().to(F64), to_logp.to(F64), to_kl.to(F64))
 
 
-def expected(name: str, batch: Batch, e_b: float, **hyper_parameters: float) -> Outcome:
-    """Return the same by the oracle, from the numbers that the batch's dtype holds."""
+def expected(batch: Batch, e_b: float) -> Outcome:
+    """Return the same for P3O by the oracle, from the numbers that the dtype holds."""
     mask = batch.mask
-    response = mask.nonzero()[:, 0].tolist()
-    numbers = [tensor[mask].tolist() for tensor in batch[:4]]
-    tokens = [Token(*each) for each in zip(response, *numbers, strict=True)]
-    terms = torch.tensor(LOSSES[name](tokens, e_b, **hyper_parameters), dtype=F64)
-    share = terms / len(tokens)  # [tokens, 3]
+    tokens = zip(*(tensor[mask].tolist() for tensor in batch[:4]), strict=True)
+    terms = torch.tensor([p3o(*token, e_b) for token in tokens], dtype=F64)
+    value, *gradients = (terms / len(terms)).T  # [tokens] each
     zeros = torch.zeros(mask.shape, dtype=F64)
-    to_logp, to_kl = (zeros.masked_scatter(mask, share[:, i]) for i in (1, 2))
-    return Outcome(share[:, 0].sum(), to_logp, to_kl)
+    return Outcome(value.sum(), *(zeros.masked_scatter(mask, x) for x in gradients))
 
 
 def assert_close(

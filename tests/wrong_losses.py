@@ -92,7 +92,7 @@ e_B has a gradient
 loss.py
 - ratio = log_ratio.detach()[mask].double().exp()  # (7)
 + ratio = log_ratio[mask].double().exp()  # (7)
-test_loss.test_e_b_is_a_constant_in_the_gradient
+test_loss.test_e_b_by_hand
 
 ratios are clamped at 10 nats
 loss.py
@@ -136,7 +136,6 @@ loss.py
 + listed = (-b * log_ratio - b + p).sum(dim=-1)
 test_loss.test_divergence_and_its_gradient_equal_the_oracle
 test_loss.test_divergence_by_hand
-test_loss.test_divergence_is_from_pi_theta_to_pi_b
 
 the KL is estimated by k3 at each listed token
 loss.py
@@ -176,7 +175,7 @@ the KL has a gradient to pi_b
 loss.py
 - logp_behavior.detach().double()
 + logp_behavior.double()
-test_loss.test_divergence_does_not_move_pi_b
+test_loss.test_divergence_by_hand
 
 0 log 0 is NaN
 loss.py
@@ -303,25 +302,25 @@ gspo's ratio is the product of a response's ratios
 tools/objectives.py
 - ratio = (log_rho / length)
 + ratio = log_rho
-test_objectives.test_an_objective_equals_the_oracle
+test_objectives.test_the_weights_of_a_rule_by_plain_arithmetic
 
 gspo counts padding
 tools/objectives.py
 - is_token = advantage != 0
 + is_token = advantage == advantage
-test_objectives.test_an_objective_equals_the_oracle
+test_objectives.test_the_weights_of_a_rule_by_plain_arithmetic
 
 cispo's eps_high is the cap
 tools/objectives.py
 - C=1 + eps_high
 + C=eps_high
-test_objectives.test_an_objective_equals_the_oracle
+test_objectives.test_the_weights_of_a_rule_by_plain_arithmetic
 
 dapo clips at the same distance on both sides
 tools/objectives.py
 - ratio.clamp(1 - eps_low, 1 + eps_high)
 + ratio.clamp(1 - eps_low, 1 + eps_low)
-test_objectives.test_an_objective_equals_the_oracle
+test_objectives.test_the_weights_of_a_rule_by_plain_arithmetic
 
 m2po drops tokens on both sides of rho = 1
 tools/objectives.py
