@@ -1,10 +1,12 @@
 """Run train.py and kill one rank with SIGKILL while it saves a checkpoint.
 
-    torchrun --nproc-per-node 2 tests/killed.py RANK STEP FLAG ...
+    torchrun --nproc-per-node 2 tests/killed.py RANK NUMBER FLAG ...
 
-The data of that rank are written by then, but not their index.
+It is killed in its checkpoint of this number, counted from 1. By then it has written
+its data, but not their index.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -15,27 +17,19 @@ from torch.distributed.checkpoint import FileSystemWriter
 import train
 from support.command import run_script
 
+rank, number, *flags = sys.argv[1:]
+write_data = FileSystemWriter.write_data
+saves = itertools.count(1)
 
-def arm(fatal_step: int) -> None:
-    """Make this process kill itself while it saves this step."""
-    save_checkpoint = train.save_checkpoint
-    write_data = FileSystemWriter.write_data
 
-    def write_data_and_die(*arguments: Any) -> None:
-        write_data(*arguments)
+def write_data_or_die(*arguments: Any) -> Any:
+    written = write_data(*arguments)
+    if next(saves) == int(number):
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def save_checkpoint_or_die(out: Any, step: int, *state: Any) -> None:
-        if step == fatal_step:
-            FileSystemWriter.write_data = write_data_and_die
-        save_checkpoint(out, step, *state)
-
-    train.save_checkpoint = save_checkpoint_or_die
+    return written
 
 
-if __name__ == "__main__":
-    rank, step, *flags = sys.argv[1:]
-    if rank == os.environ.get("RANK", "0"):
-        arm(int(step))
-    sys.argv = ["train.py", *flags]
-    run_script(train.main)
+if rank == os.environ["RANK"]:
+    FileSystemWriter.write_data = write_data_or_die
+sys.argv = ["train.py", *flags]
+run_script(train.main)

@@ -1,4 +1,4 @@
-"""Tests what the assignment's grader gives to each submission, and what it prevents.
+"""Test the points that the assignment's grader gives, and what code cannot do to it.
 
 The reference gets all points and the starter none. Each known mistake loses the items
 that it should and no others. Hostile code gets no points, and cannot change the grader
@@ -14,17 +14,18 @@ import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import ROOT
+from launch import run_script
 
 from assignment import grade, results, sandbox
 from assignment.grade import SOLUTION, Runner
@@ -61,7 +62,7 @@ def lost_by_file(runner: Runner, folder: Path, file: str) -> dict[str, str]:
     return {result.name: result.sentence for result in results if not result.points}
 
 
-# The reference, the starter, the handout
+# The reference, the starter and the handout
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -79,13 +80,9 @@ def test_the_starter_and_an_empty_folder_get_none(runner, tmp_path):
 
 def test_the_starter_has_the_signatures_of_the_reference():
     for item in ITEM.values():
-        texts = [source_of(item.file), (STARTER / item.file).read_text()]
-        begins = [text.index(f"def {item.function}(") for text in texts]
-        reference, starter = [
-            text[begin : text.index(" -> ", begin)]
-            for text, begin in zip(texts, begins, strict=True)
-        ]
-        assert reference == starter
+        signature = re.compile(rf"def {item.function}\(.*? -> ", re.DOTALL)
+        reference, starter = source_of(item.file), (STARTER / item.file).read_text()
+        assert signature.search(reference)[0] == signature.search(starter)[0]
 
 
 def test_the_handout_has_the_points_of_each_item():
@@ -98,9 +95,9 @@ def test_the_handout_has_the_points_of_each_item():
 def test_the_update_of_the_reference_has_the_gradient_of_12():
     weight = torch.randn(3, 5, dtype=torch.float64)
     ranks = random_ranks([[2, 3], [4, 1]], weight)
-    # (12) over the tokens of all micro-batches, which have room for 6 each, at once.
+    # (12) over the tokens of all micro-batches of all ranks at once
     policy, parts = Policy(weight), sum(ranks, [])
-    whole = Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    whole = Part(*map(torch.cat, zip(*parts, strict=True)))
     logp, top_logp = policy(whole)
     sums = ratio_sums(logp - whole.logp_behavior, whole.mask)
     e_b = effective_sample_size(sums).item()
@@ -128,9 +125,9 @@ LOG3 = math.log(3)
         ("ess_of_policies", [HALF, UNEVEN], 3 / 4),
         # rho = 3 is capped at e_B = 1/4, and the KL has the weight 3/4.
         ("token_weight", [3.0, 1.0, 1 / 4], 1 / 4 - 3 / 4 * 3 * LOG3),
-        # log 2 and log 2/3 less their mean are 1/2 log 3 and -1/2 log 3.
+        # log 2 and log 2/3 minus their mean are 1/2 log 3 and -1/2 log 3.
         ("kl_gradient", [HALF.log(), UNEVEN.log()], [LOG3 / 4, -LOG3 / 4]),
-        # (1 - e_B)(1 - 1/T); test_divergence.py has the identity.
+        # (1 - e_B)(1 - 1/T): test_divergence.py shows the identity.
         ("entropy_bonus", [2.0, 1 / 2], 1 / 4),
     ],
 )
@@ -142,7 +139,7 @@ def test_the_derivations_of_the_reference_by_hand(name, arguments, right):
 # The matrix of mistakes
 
 
-# Each takes a second or two. Every eighth one is in `make test`.
+# Each mistake takes a second or two. `make test` tries every eighth of them.
 SOME_SLOW = [
     pytest.param(mistake, marks=[pytest.mark.slow] if index % 8 else [])
     for index, mistake in enumerate(MISTAKES)
@@ -184,7 +181,7 @@ ANSWERS = json.dumps([{"value": {"tensor": [3, 3, 3]}, "gradients": []}] * 9)
     [
         SAME.format("return arguments[0] * 0"),
         SAME.format("return 'all points, please'"),
-        # It writes answers wherever it can, and ends.
+        # This code writes answers to every open file, and ends.
         "import os\nfor number in range(30):\n"
         f"    try: os.write(number, {ANSWERS!r}.encode())\n"
         "    except OSError: 0\nos._exit(0)",
@@ -300,8 +297,8 @@ def test_the_report_on_hostile_code_says_what_happened(
 
 
 def test_no_other_system_call_is_permitted(runner, tmp_path):
-    # Each of them by its number on x86-64, and by that of x32. Linux filters neither
-    # uretprobe nor uprobe: they end the process that calls them.
+    # Each call is tried by its number on x86-64 and by its number on x32. Linux does
+    # not filter uretprobe and uprobe (335 and 336), which end the calling process.
     allowed = [*sandbox.ALLOWED, sandbox.OPENAT, 335, 336]
     code = f"""import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -418,7 +415,7 @@ def test_no_process_outlives_a_grader_that_is_killed(tmp_path):
         os.kill(grader, signal.SIGKILL)
         os.waitpid(grader, 0)
     for handle in handles:
-        # It is readable as soon as its process has ended.
+        # A handle is readable as soon as its process has ended.
         assert select.select([handle], [], [], 5)[0]
         os.close(handle)
 
@@ -448,24 +445,17 @@ def test_many_submissions_are_graded_in_one_command(
     tmp_path, command, capsys, monkeypatch
 ):
     folder, out = tmp_path / "all", tmp_path / "out"
-    solved = (SOLUTION / "experiment.py").read_text()
     long = "l" * 253
     for student in ("=1+1", "Ada", "ada", "emmy/my_solution", long, ".git", "__MACOSX"):
         (folder / student).mkdir(parents=True)
-        (folder / student / "experiment.py").write_text(solved)
+        shutil.copy(SOLUTION / "experiment.py", folder / student)
     (folder / "link").symlink_to(folder / "emmy")
-    right = grade.what_is_wrong
-    errors = [ZeroDivisionError("of the grader")]
-
-    def fails_once(*arguments: Any) -> str:
-        if errors:
-            raise errors.pop()
-        return right(*arguments)
-
-    monkeypatch.setattr(grade, "what_is_wrong", fails_once)
+    # The grader itself fails once.
+    of_students = [ZeroDivisionError, "", "", "", ""]
+    monkeypatch.setattr(grade, "what_is_wrong", Mock(side_effect=of_students))
     command("--all", folder, "--out", out, "--seed", SEED, "--only", "4.1")
     lines = capsys.readouterr().out.splitlines()
-    assert 'not graded: 4.1 (the grader raised "ZeroDivisionError' in lines[0]
+    assert "not graded: 4.1 (the grader raised" in lines[0]
     assert lines[3] == "emmy: 2 of 2 points, lost nothing"
     assert lines[4].endswith(
         "not graded: 4.1 (the folder cannot be read: link is a link)"
@@ -484,7 +474,7 @@ def test_the_report_says_the_same_error_and_printed_text_only_once(
     (tmp_path / "loss.py").write_text("print('\\x1b[2Jlog rho')\nraise IndexError")
     command(tmp_path, "--only", "1")
     said = capsys.readouterr().out
-    # ratio_sums runs in 1.1, 1.2 and 1.4, and two other functions of loss.py in part 1.
+    # Part 1 calls ratio_sums in 1.1, 1.2 and 1.4, and two other functions of loss.py.
     assert said.count("printed |  [2Jlog rho") == 1
     assert said.count("IndexError") == 3
     assert said.count("(as in 1.1)") == 2
@@ -500,10 +490,7 @@ def test_gradescope_gets_all_items_even_if_the_grader_dies(
     monkeypatch.setattr(gradescope, "RESULTS", tmp_path / "out.json")
     monkeypatch.setattr(grade, "WALL_SECONDS", 60)
 
-    def dies(path: Path) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(results, "wrong_results", dies)
+    monkeypatch.setattr(results, "wrong_results", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         gradescope.main()
     tests = json.loads((tmp_path / "out.json").read_text())["tests"]
@@ -531,12 +518,20 @@ def test_the_public_solution_loses_the_part_that_a_variant_changes(
     grade.copy_submission(SOLUTION, public)
     for folder, of_folder in ((variant / "assignment/solution", set()), (public, lost)):
         command = [sys.executable, variant / "assignment/grade.py", folder, "--trust"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert set(re.findall(r"(?m)^  (\S+)  0 of", said.stdout)) == of_folder
+        done = run_script(command)
+        assert done.returncode == 0
+        assert set(re.findall(r"(?m)^  (\S+)  0 of", done.stdout)) == of_folder
 
 
-# The grader's user, the kernel's version of Landlock, the folders that all users can
-# open, the repository, and the reason for refusing; none if the grader may run.
+def rows(table: str) -> list[list[str]]:
+    """Return the cells of each row of a table."""
+    return [
+        [cell.strip() for cell in row.split("|")] for row in table.split("\n")[1:-1]
+    ]
+
+
+# The columns are the grader's user, the kernel's version of Landlock, the folders that
+# all users can open, the repository, and why the grader refuses, if it does.
 MACHINES = """
 user |  1 |               | home/repository    |
 user | -1 |               | home/repository    | no Landlock
@@ -548,11 +543,10 @@ root | -1 | usr/lib       | home/repository    |
 """
 
 
-@pytest.mark.parametrize("row", MACHINES.strip().splitlines())
+@pytest.mark.parametrize("user, landlock, folders, private, said", rows(MACHINES))
 def test_the_grader_refuses_to_run_if_it_cannot_enclose_code(
-    tmp_path, monkeypatch, row
+    user, landlock, folders, private, said, tmp_path, monkeypatch
 ):
-    user, landlock, folders, private, said = [cell.strip() for cell in row.split("|")]
     (tmp_path / "usr/lib").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 0 if user == "root" else 1000)
     monkeypatch.setattr(sandbox, "LIBRARIES", [tmp_path / "usr/lib"])
@@ -566,7 +560,7 @@ def test_the_grader_refuses_to_run_if_it_cannot_enclose_code(
     assert bool(said) == bool(reason)
 
 
-# results.json of part 4
+# The results.json of part 4
 
 
 def wrong_in(folder: Path, *changes: dict[str, Any]) -> str:
@@ -579,7 +573,7 @@ def wrong_in(folder: Path, *changes: dict[str, Any]) -> str:
     return results.wrong_results(path)
 
 
-# A field of the first arm, its value, and the answer.
+# The columns are a field of the first arm, its value, and what is wrong with it.
 FIELDS = """
 seeds  | [0, 1, 2, 3]              | at least 5 items
 seeds  | [0, 1, 2, 3, 3]           | has a seed twice
@@ -590,9 +584,8 @@ values | [0.5, 0.5, 0.5, 0.5, 0.5] | from the values it is
 """
 
 
-@pytest.mark.parametrize("row", FIELDS.strip().splitlines())
-def test_results_that_do_not_fit_together_are_refused(tmp_path, row):
-    name, value, said = [cell.strip() for cell in row.split("|")]
+@pytest.mark.parametrize("name, value, said", rows(FIELDS))
+def test_results_that_do_not_fit_together_are_refused(name, value, said, tmp_path):
     assert said in wrong_in(tmp_path, {name: json.loads(value)})
 
 
@@ -601,8 +594,8 @@ def test_overlong_results_are_refused_before_their_flags_are_parsed(tmp_path):
     assert "more than 20000 bytes" in wrong_in(tmp_path, {"flags": ["," * 20_000]})
 
 
-# The flags of the first arm, the flags of the second, and the answer; none if both are
-# right. They are right if the arms differ and at least one of them has a mismatch.
+# The columns are the flags of the two arms, and what is wrong with them. Nothing is
+# wrong if the arms differ and at least one of them has a mismatch.
 FLAGS = """
 --seed=3                    | --lag=4          | leave --seed, --config and
 --config=/etc/passwd        | --lag=4          | leave --seed, --config and
@@ -617,10 +610,11 @@ FLAGS = """
 """
 
 
-@pytest.mark.parametrize("row", FLAGS.strip().splitlines())
-def test_flags_are_checked_without_importing_what_they_name(tmp_path, row):
-    *arms, said = [cell.strip() for cell in row.split("|")]
-    found = wrong_in(tmp_path, *[{"flags": arm.split()} for arm in arms])
+@pytest.mark.parametrize("first, second, said", rows(FLAGS))
+def test_flags_are_checked_without_importing_what_they_name(
+    first, second, said, tmp_path
+):
+    found = wrong_in(tmp_path, *[{"flags": arm.split()} for arm in (first, second)])
     assert said in found
     assert bool(said) == bool(found)
     assert "antigravity" not in sys.modules

@@ -1,4 +1,4 @@
-"""Evaluation: pass@k against every possible draw, its intervals, and the script."""
+"""Test pass@k against every possible draw, its intervals, and the script eval.py."""
 
 import itertools
 import json
@@ -6,6 +6,7 @@ import shutil
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import refusal_of
@@ -13,17 +14,10 @@ from launch import torchrun
 
 import eval
 import train
-from eval import (
-    EvalConfig,
-    estimate,
-    heldout_accuracy,
-    load_benchmarks,
-    pass_at_k,
-)
+from eval import EvalConfig, estimate, load_benchmarks, pass_at_k
 from reward import score
 from rollout import Engine, noise_seed
 from support.command import Refused
-from support.tasks import Dataset
 
 # pass@k
 
@@ -84,23 +78,14 @@ def test_an_interval_is_that_of_the_binomial_distribution_of_problems_not_of_sam
 # On the engine
 
 
-def test_heldout_accuracy_is_of_samples_at_the_policys_temperature_and_greedy(
-    engine, policy, heldout
-):
-    few = Dataset(heldout.problems[:80], heldout.prompts[:80], heldout.verifier)
-    found = heldout_accuracy(engine, few, policy_temperature=1.0, max_tokens=64)
-    # The embedded policy has 0.44 of all samples right, and decodes 0.21 of all sums.
-    assert 0.1 < found["heldout_greedy"] < 0.33 < found["heldout_pass@1"] < 0.6
-
-
 def evaluate_here(run_here: Any, out: Path, *flags: str) -> dict[str, Any]:
-    """The results.json of eval.py with these flags, on one rank."""
+    """Run eval.py with these flags on one rank; return its results.json."""
     run_here(eval, f"--out_dir={out}", *flags)
     return json.loads((out / "results.json").read_text())
 
 
-def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
-    run_here, tmp_path, capsys, monkeypatch
+def test_the_script_samples_as_its_flags_say_and_writes_counts_and_pass_at_k(
+    run_here, tmp_path, asked, prompts, capsys, monkeypatch
 ):
     own = tmp_path / "sums"
     shutil.copytree("tiny", own, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -108,15 +93,19 @@ def test_the_script_evaluates_tasks_and_writes_counts_pass_at_k_and_settings(
     (own / "heldout.jsonl").write_text("\n".join(lines[100:109]))
     # People who use vLLM on a CPU export it. Here the field decides.
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
-    flags = [f"--task=tiny,{own}", "--samples=3", "--limit=20"]
+    flags = "--samples=3 --limit=20 --temperature=0.7 --top_p=0.9 --seed=4"
+    flags = f"--task=tiny,{own}", "--max_response_tokens=50", *flags.split()
     result = evaluate_here(run_here, tmp_path / "out", *flags)
     assert result["settings"]["limit"] == 20
+    sampling = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 50}
     counts = list(result["correct"].values())
-    assert list(map(len, counts)) == [20, 9]
-    for correct, by_k in zip(counts, result["pass@k"].values(), strict=True):
-        for k in 1, 2, 3:
-            right = statistics.mean(pass_at_k(3, c, k) for c in correct)
-            assert by_k[str(k)]["value"] == pytest.approx(right)
+    expected = prompts[:20], prompts[100:109]
+    for call, correct, of_task in zip(asked, counts, expected, strict=True):
+        assert call.pop("prompts") == of_task
+        assert len(correct) == len(of_task)
+        seeds = [noise_seed(4, problem, 3) for problem in range(len(of_task))]
+        assert call == sampling | {"seeds": seeds}
+    assert result["pass@k"] == estimate(result["correct"], 3)
     printed = capsys.readouterr().out
     assert f"tiny: pass@1 {result['pass@k']['tiny']['1']['value']:.3f} [" in printed
     samples = [json.loads(line) for line in open(tmp_path / "out/samples.jsonl")]
@@ -133,14 +122,10 @@ def test_an_answer_that_is_marked_nowhere_is_counted_and_counts_outlast_the_inte
 ):
     (tmp_path / "t.jsonl").write_text('{"prompt": "1+2", "answer": "3"}\n')
     (tmp_path / "task.json").write_text('{"instruction": null}')
-
-    def fail(correct: dict[str, list[int]], n: int) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(eval, "estimate", fail)
+    monkeypatch.setattr(eval, "estimate", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         evaluate_here(run_here, tmp_path / "out", f"--task={tmp_path / 't.jsonl'}")
-    # tiny ends with the sum alone.
+    # tiny ends with only the sum.
     assert ": 100% of them have neither \\boxed{} nor ####" in capsys.readouterr().out
     content = json.loads((tmp_path / "out/results.json").read_text())
     assert list(content["correct"].values()) == [[0]]
@@ -159,17 +144,6 @@ def test_an_out_dir_is_checked_before_an_engine_is_built_and_a_failed_start_is_n
             run_here(script, f"--out_dir={tmp_path}")
     (tmp_path / "config.json").write_text("{}")  # of another program
     assert "exists: choose" in refusal_of(script, f"--out_dir={tmp_path}")
-
-
-def test_the_script_samples_as_its_flags_say(run_here, tmp_path, asked):
-    flags = "--limit=2 --samples=3 --temperature=0.7 --top_p=0.9 --seed=4"
-    more = "--max_response_tokens=5"
-    evaluate_here(run_here, tmp_path / "out", *flags.split(), more)
-    [call] = asked
-    assert len(call.pop("prompts")) == 2
-    seeds = [noise_seed(4, problem, 3) for problem in (0, 1)]
-    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5}
-    assert call == {"n": 3, "seeds": seeds, **sampling}
 
 
 def test_the_engine_has_the_settings_of_the_evaluation(

@@ -1,6 +1,7 @@
-"""Tests that a run stops at a number that is not finite and counts missing signals.
+"""Test that a run stops if a weight is not a number, and that it counts groups whose
+rewards teach nothing.
 
-Each test puts a fault into one place of a run that is otherwise real.
+Each test puts one fault into a run that is otherwise real.
 """
 
 import math
@@ -12,7 +13,7 @@ from conftest import NONE_COMPLETE
 import train
 from support.command import Stopped
 
-SHORT = ["--prompts_per_step=4", "--group_size=2"]
+SHORT = ["--prompts_per_step=4", "--group_size=2", "--minibatches=1", NONE_COMPLETE]
 
 
 @pytest.mark.parametrize(
@@ -36,17 +37,16 @@ def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_las
 
     monkeypatch.setattr(train, "apply_gradient", poison)
     with pytest.raises(error, match=sentence):
-        train_here(*SHORT, NONE_COMPLETE, f"--steps={steps}", "--minibatches=1")
+        train_here(*SHORT, f"--steps={steps}")
 
 
-def test_groups_without_signal_are_counted_and_teach_nothing(train_here, capsys):
-    flags = ["--steps=2", "--minibatches=1", "--rollout_dtype=float32"]
-    rows = train_here(*SHORT, *flags, NONE_COMPLETE)
+def test_groups_without_a_signal_are_counted_and_teach_nothing(train_here, capsys):
+    _, *rows = train_here(*SHORT, "--steps=2", "--rollout_dtype=float32")
     assert "no group ever had a signal" in capsys.readouterr().out
-    for row in rows[1:]:
+    for row in rows:
         assert row["reward"] == row["groups_with_signal"] == 0
         # If all advantages are 0, only the second term of (12) is left: (1 - e_B) KL.
-        # On a fresh batch 1 - e_B and the KL are only rounding, about 1e-6 each.
+        # On a fresh batch both factors are only rounding, about 1e-6.
         assert row["loss"] < 1e-9
-        # AdamW divides by |gradient| + 1e-8, and so would amplify a larger gradient.
+        # A larger gradient would matter, because AdamW divides by |gradient| + 1e-8.
         assert row["grad_norm"] < 1e-6

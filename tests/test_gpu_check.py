@@ -1,10 +1,9 @@
-"""tools/gpu_check.py: its limits, its arithmetic, and a check on a CPU."""
+"""Test the limits and the arithmetic of tools/gpu_check.py, and a check on a CPU."""
 
 import re
 
 import pytest
-from conftest import ROOT
-from launch import TORCHRUN, run_script
+from launch import torchrun
 
 from tools.gpu_check import CheckConfig, memory_checks
 
@@ -39,8 +38,7 @@ def test_gpu_memory_is_compared_with_the_count_and_with_what_sleep_should_releas
 def test_on_a_cpu_all_numbers_are_within_their_limits(quantization):
     flags = ["--prompts_per_step=8", "--group_size=4", "--rollout_dtype=bfloat16"]
     flags += ["--max_response_tokens=32", f"--rollout_quantization={quantization}"]
-    command = [*TORCHRUN, "--standalone", ROOT / "tools/gpu_check.py", *flags]
-    printed = run_script(command).stdout
+    printed = torchrun(1, "tools/gpu_check.py", *flags)
     assert "All numbers are within their limits." in printed
 
     def number(row: str, title: str) -> float:

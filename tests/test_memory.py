@@ -1,11 +1,12 @@
-"""tools/memory.py against what policies really allocate, and the GPU recipes.
+"""Test that tools/memory.py counts what policies really allocate, and the GPU recipes.
 
-Also the memory of the head, which policy.py applies to chunks of tokens.
+The first test is about the head, which policy.py applies to chunks of tokens.
 """
 
 import gc
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from conftest import ROOT
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import policy as policy_module
 from policy import Policy, build_policy
-from rollout import Rollouts
 from support.command import Refused, parse_flags
 from tools import memory
 from tools.memory import GB, MemoryConfig, memory_of, shape_of
@@ -26,7 +27,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*gpu*.yaml"))
 
 
 def recipe(path, *flags):
-    """A GPU recipe on its GPUs, with the model's config.json from tests/data."""
+    """Return a GPU recipe on its GPUs, with the model's config.json of tests/data."""
     ranks = 1 if "1gpu" in path.name else 8
     cfg = parse_flags(MemoryConfig, [f"--config={path}", f"--ranks={ranks}", *flags])
     cfg.model = str(CONFIGS / Path(cfg.model).name)
@@ -34,7 +35,7 @@ def recipe(path, *flags):
 
 
 def peak_bytes(act):
-    """The most that torch allocates at once on the CPU during act()."""
+    """Return the most bytes that torch allocates at once on the CPU during act()."""
     gc.disable()  # What it freed during act() would be subtracted.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         act()
@@ -46,19 +47,16 @@ def peak_bytes(act):
 
 
 def random_rollouts(responses, length, vocabulary):
-    """Made-up responses of `length` tokens, each to a prompt of one token."""
-    shape = (responses, length)
+    """Return what a policy reads of responses of `length` tokens, with short prompts.
+
+    Each prompt has one token.
+    """
     listed = min(20, vocabulary)  # K
-    return Rollouts(
+    return SimpleNamespace(
         tokens=torch.randint(vocabulary, (responses, 1 + length)),
         prompt_length=torch.ones(responses, dtype=torch.int64),
-        mask=torch.ones(shape, dtype=torch.bool),
-        logp_behavior=torch.zeros(shape),
-        top_tokens=torch.randint(vocabulary, (*shape, listed)),
-        top_logp_behavior=torch.full((*shape, listed), -4.0),
-        truncated=torch.zeros(responses, dtype=torch.bool),
-        text=[""] * responses,
-        weight_version="0",
+        mask=torch.ones(responses, length, dtype=torch.bool),
+        top_tokens=torch.randint(vocabulary, (responses, length, listed)),
     )
 
 
@@ -66,11 +64,23 @@ def bytes_of(tensors):
     return sum(tensor.to_local().nbytes for tensor in tensors)
 
 
-def test_the_logits_of_all_tokens_are_never_held_at_once():
+def test_logits_are_made_only_of_response_tokens_and_never_held_all_at_once(
+    monkeypatch,
+):
+    scored = []
+    score = policy_module.token_log_probabilities
+
+    def counted(hidden, *others):
+        scored.append(len(hidden))
+        return score(hidden, *others)
+
+    monkeypatch.setattr(policy_module, "token_log_probabilities", counted)
     config = AutoConfig.from_pretrained("tiny", num_hidden_layers=0, vocab_size=20_000)
     policy = Policy(AutoModelForCausalLM.from_config(config))
     rollouts = random_rollouts(128, 64, config.vocab_size)
     peak = peak_bytes(lambda: policy(rollouts)[0].sum().backward())
+    # The backward pass computes the logits again.
+    assert sum(scored) == 2 * 128 * 64
     # 128 x 64 tokens have 0.66 GB of logits in float32. A chunk has 1,024 tokens, and
     # three copies of its logits take 0.25 GB.
     assert peak < 0.5 * 4 * config.vocab_size * 128 * 64
@@ -93,7 +103,8 @@ def test_weights_moments_and_gradients_are_counted_to_the_byte(group):
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_grow_with_tokens_as_counted(group, checkpointing):
-    """From 1,024 to 3,072 tokens, so that weights cancel; within 30%."""
+    # The count is right to 30%. The difference between 3,072 and 1,024 tokens does not
+    # include the weights.
     policy = build_policy(
         "tiny", group, "bfloat16", gradient_checkpointing=checkpointing
     )
@@ -118,8 +129,8 @@ def test_fp8_takes_one_byte_for_a_weight_of_a_layer_and_needs_a_second_engine():
     cfg = recipe(ROOT / "recipes/deepscaler-8gpu-fp8.yaml")
     shape = shape_of(cfg.model)
     parts = memory_of(cfg, shape, 8)["rollout"]
-    # 1 byte for 3.63e9 weights, and 2 for the other 0.39e9. The second engine takes 2
-    # for each.
+    # The engine takes 1 byte for 3.63e9 weights and 2 for the other 0.39e9. The second
+    # engine takes 2 for each.
     assert shape.linear == 3_633_315_840
     weights = parts["engine: weights, KV cache"] - 24 * GB
     assert weights == 2 * 4_022_468_096 - 3_633_315_840
@@ -132,8 +143,9 @@ def test_a_recipe_starts_with_its_memory_fits_its_gpus_and_is_refused_on_smaller
     _, *rows = memory.report(cfg).splitlines()  # The title names the model's folder.
     assert any("update, with the reserve" in row for row in rows)
     assert "".join(f"# {row}\n" for row in rows) in path.read_text()
-    # The sequences that are decoded together fit into the cache if responses reach half
-    # of the maximum length and are half done. If not, vLLM computes some tokens twice.
+    # If responses reach half of the maximum length and are half done, the sequences
+    # that are decoded together fit into the cache. Otherwise vLLM would compute some
+    # tokens twice.
     sequence = cfg.max_prompt_tokens + cfg.max_response_tokens // 4
     room = cfg.kv_cache_gb * GB // memory.cache_bytes_per_token(shape_of(cfg.model))
     assert cfg.max_num_seqs * sequence <= room
@@ -141,8 +153,3 @@ def test_a_recipe_starts_with_its_memory_fits_its_gpus_and_is_refused_on_smaller
     assert cfg.prompts_per_step % (cfg.ranks * cfg.minibatches) == 0
     with pytest.raises(Refused, match="the rollout needs .* use more ranks"):
         memory.report(cfg.model_copy(update={"device_gb": 20.0}))
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(Refused, match=f"no model at '{tmp_path}'"):
-        memory.report(MemoryConfig(model=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""tools/meter.py: its numbers for batches that can be computed by hand."""
+"""Test the numbers of tools/meter.py on batches that can be computed by hand."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Test two nodes that are two hosts: network namespaces with a cable between them.
+"""Test runs on two hosts: network namespaces that a virtual cable connects.
 
-As in Debian and Ubuntu, each host's name is 127.0.1.1 in its own /etc/hosts. With
-`pytest -s` you see what the runs print.
+As on Debian and Ubuntu, each host's /etc/hosts says that its own name is 127.0.1.1.
+`pytest -s` shows what the runs print.
 """
 
 import os
@@ -32,7 +32,7 @@ def ip(words: str) -> str:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
-    """Yield the two hosts, each as the start of a command that runs the rest there."""
+    """Yield a prefix for each of the two hosts: the rest of a command runs there."""
     try:
         ip(f"netns add {HOSTS[0]}")
     except (OSError, subprocess.CalledProcessError) as error:

@@ -1,10 +1,9 @@
-"""study/: which runs it plans, how it makes them, and how it sums them up.
+"""Test how the study plans, makes and summarizes its runs.
 
 The second half recomputes the tables on the pages from the committed runs.
 """
 
 import json
-import os
 import re
 from functools import cache
 from statistics import mean
@@ -12,6 +11,7 @@ from statistics import mean
 import pytest
 import torch
 from conftest import ROOT
+from launch import read_metrics
 
 from loss import grpo, p3o
 from study import plan, report, runs
@@ -27,7 +27,7 @@ FRONT = ROOT / "README.md"
 
 
 def run_of(cell, *accuracies, stopped=None):
-    """A finished run with these sampled accuracies, the first of step 0."""
+    """Return a finished run with these sampled accuracies, from step 0 on."""
     steps = [10 * number for number in range(len(accuracies))]
     return {
         **cell._asdict(),
@@ -47,7 +47,7 @@ def run_of(cell, *accuracies, stopped=None):
 
 
 def config_of(command):
-    """The configuration that the flags of a command ask for."""
+    """Return the configuration that a command asks for."""
     return parse_flags(Config, [word for word in command if word.startswith("--")])
 
 
@@ -70,71 +70,43 @@ def test_every_objective_and_kind_of_data_has_flags_that_train_py_accepts():
             assert cfg.rollout_dtype == ("bfloat16" if fp8 else "float32")
 
 
-def test_a_run_of_smollm2_is_the_recipe_except_for_what_its_cell_says():
-    cell = Cell("T = 1.2", "p3o, no KL", plan.SMOLLM2_RATE, 2)
-    cfg = config_of(command_of(cell, SMOLLM2))
-    recipe = parse_flags(Config, ["--config", SMOLLM2["config"]])
-    changed = {name: value for name, value in cfg if value != getattr(recipe, name)}
-    # On a CPU without fast bfloat16 the recipe has this value too.
-    changed["rollout_dtype"] = cfg.rollout_dtype
-    assert changed == {
-        "model": "models/SmolLM2",
-        "steps": 20,
-        "eval_every": 5,
-        "dtype": "float32",
-        "rollout_dtype": "float32",
-        "objective": "study.ablations:cap_without_kl",
-        "temperature": 1.2,
-        "seed": 2,
-    }
-
-
 # Making the runs
 
 
-@pytest.fixture
-def grid(monkeypatch, tmp_path):
-    """Makes a grid of three runs with two workers, without training; reads its file."""
-    cells = [LAG._replace(seed=seed) for seed in range(3)]
+def test_a_run_that_fails_does_not_stop_the_others_and_only_it_is_run_again(
+    monkeypatch, tmp_path, capsys
+):
+    broken = {1}  # the seeds whose runs fail
 
     def make_run(cell, command):
-        if command == ["fails"]:
+        if cell.seed in broken:
             raise RuntimeError("no memory")
-        cores = sorted(os.sched_getaffinity(0))
-        return run_of(cell, 0.4, 0.9) | {"cores": cores}
+        return run_of(cell, 0.4, 0.9)
+
+    def run_grid():
+        cells = [LAG._replace(seed=seed) for seed in range(3)]
+        runs.run_grid(cells, lambda cell: [], tmp_path / "runs.jsonl", workers=2)
 
     monkeypatch.setattr(runs, "make_run", make_run)
     monkeypatch.setattr(runs.signal, "signal", lambda *_: None)
-
-    def make(failing=None):
-        def command_of(cell):
-            return ["fails"] if cell.seed == failing else ["runs"]
-
-        runs.run_grid(cells, command_of, tmp_path / "runs.jsonl", workers=2)
-        return runs.read_runs(tmp_path / "runs.jsonl")
-
-    return make
-
-
-def test_a_run_that_fails_does_not_stop_the_others_and_only_it_is_run_again(
-    grid, capsys
-):
     with pytest.raises(Refused, match="1 runs failed, for the reasons above"):
-        grid(failing=1)
+        run_grid()
     printed = capsys.readouterr()
     assert "lag 16, p3o, 0.0002, 1  failed: no memory" in printed.err
     assert "3/3" in printed.out + printed.err
-    found = grid()
+    broken.clear()
+    run_grid()
     assert "1/1  lag 16, p3o, 0.0002, 1 " in capsys.readouterr().out
+    found = runs.read_runs(tmp_path / "runs.jsonl")
     assert sorted(cell.seed for cell in found) == [0, 1, 2]
-    # Each run had a worker's share of the cores.
-    shares = runs.core_shares(sorted(os.sched_getaffinity(0)), 2)
-    assert all(set(run["cores"]) in shares for run in found.values())
+
+
+def test_workers_share_the_cores_and_one_without_a_core_of_its_own_gets_all():
     assert runs.core_shares([0, 1, 2], 2) == [{0, 2}, {1}]
     assert runs.core_shares([0], 2) == [{0}, {0}]
 
 
-# Summing them up
+# Summaries of runs
 
 
 def test_the_score_is_the_mean_of_the_last_three_sampled_accuracies():
@@ -151,14 +123,15 @@ def test_a_run_has_collapsed_if_it_ends_below_half_of_its_best_or_stopped():
 
 
 def test_an_interval_is_students():
-    # 1, 2, 3: standard deviation 1; 4.303 is t of two degrees; 4.303 / sqrt(3) = 2.484
+    # 1, 2 and 3 have the standard deviation 1. With two degrees of freedom t is 4.303,
+    # and 4.303 / sqrt(3) = 2.484.
     assert runs.interval([1.0, 2.0, 3.0]) == pytest.approx((2, 2.484), abs=1e-3)
     assert runs.format_interval([1.0, 2.0, 3.0], "+") == "+2.000 ± 2.484"
     assert runs.format_interval([0.5]) == "0.500"
 
 
 def small_study():
-    """P3O and GRPO on two kinds of data; one seed of P3O has no run of GRPO."""
+    """Return runs of P3O and GRPO on two kinds of data; GRPO lacks one seed."""
     scores = {
         ("T = 1.4", "p3o"): (0.8, 0.6, 0.1),
         ("T = 1.4", "grpo 0.2"): (0.4, 0.4),
@@ -174,7 +147,7 @@ def small_study():
 
 
 def row_of(text, *begin):
-    """The cells, by column, of the one row of a table that begins like this."""
+    """Return the cells, by column, of the only row of a table with this beginning."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
     (row,) = [line for line in lines if line[: len(begin)] == list(begin)]
     return dict(zip(lines[0], row, strict=True))
@@ -184,8 +157,9 @@ def test_differences_are_taken_seed_by_seed_and_averaged_over_mismatches():
     row = row_of(
         report.table_of_differences(small_study(), plan.MISMATCHES), "grpo 0.2"
     )
-    # Seed 0: 0.4 and 0.2, mean 0.3. Seed 1: 0.2 and 0, mean 0.1. So 0.2, and
-    # 12.706 (t of one degree) * 0.1414 / sqrt(2).
+    # Seed 0 has 0.4 and 0.2, with the mean 0.3; seed 1 has 0.2 and 0, with the mean
+    # 0.1. The mean of both is 0.2. With one degree of freedom t is 12.706, and
+    # 12.706 * 0.1414 / sqrt(2) = 1.271.
     assert row["P3O minus it"] == "+0.200 ± 1.271"
     # The means of the mismatches are 0.3 and 0.1.
     assert (row["mismatches"], row["P3O better"], row["seeds"]) == ("2", "2", "2")
@@ -234,14 +208,13 @@ def test_the_table_of_runs_has_every_measure():
 
 def test_the_drawn_weight_of_a_token_is_the_one_in_the_gradient():
     rho = report.LOG_RATIO.exp()
-    # P3O: min(rho, e_B) A. GRPO: rho A, but 0 if rho > 1.2 and A > 0, or rho < 0.8 and
-    # A < 0.
-    found = report.weight_by_ratio(p3o, -2.0, 0.7)
-    torch.testing.assert_close(found, -2 * rho.clamp(max=0.7))
-    found = report.weight_by_ratio(grpo, 1.0, 0.7)
-    torch.testing.assert_close(found, rho * (rho <= 1.2))
-    found = report.weight_by_ratio(grpo, -1.0, 0.7)
-    torch.testing.assert_close(found, -rho * (rho >= 0.8))
+    # P3O has min(rho, e_B) A. GRPO has rho A, but 0 if rho > 1.2 and A > 0.
+    for objective, advantage, weight in (
+        (p3o, -2.0, -2 * rho.clamp(max=0.7)),
+        (grpo, 1.5, 1.5 * rho * (rho <= 1.2)),
+    ):
+        found = report.weight_by_ratio(objective, advantage, e_b=0.7)
+        torch.testing.assert_close(found, weight)
 
 
 @pytest.mark.slow
@@ -267,7 +240,7 @@ def at_rate():
 
 @cache
 def smollm2():
-    """SmolLM2's runs: a CPU's on fresh data and with fp8, a GPU's on all other data."""
+    """Return SmolLM2's runs: on fresh data and with fp8 a CPU's, on others a GPU's."""
     on_cpu = runs.read_runs(runs.RESULTS / "smollm2.jsonl")
     on_gpu = runs.read_runs(runs.RESULTS / "gpu/smollm2.jsonl")
     kinds = ("on-policy, formulas", "fp8, formulas")
@@ -286,7 +259,7 @@ def test_the_committed_tables_are_those_of_the_committed_runs(name):
 
 
 def front_page_configs():
-    """The name and config of each run from which the front pages have numbers."""
+    """Yield the name and config of each run whose numbers are on the front page."""
     for name in "make_train", "smollm2_recipe":
         yield name, json.loads((runs.RESULTS / name / "config.json").read_text())
     compared = runs.read_runs(runs.RESULTS / "compare/compare.jsonl")
@@ -325,12 +298,11 @@ FRONT_COLUMNS = ("p3o", "grpo 0.2", "reinforce")
 
 
 def test_the_front_page_has_the_accuracies_of_make_train():
-    lines = open(runs.RESULTS / "make_train/metrics.jsonl")
-    first, *_, last = [json.loads(line) for line in lines]
-    names = {"sampled": "heldout_pass@1", "greedy": "heldout_greedy"}
-    for title, metric in names.items():
-        before, after = first[metric], last[metric]
-        assert f"pass@1, {title:10}{before:.3f}   {after:.3f}" in FRONT.read_text()
+    first, *_, last = read_metrics(runs.RESULTS / "make_train")
+    text = FRONT.read_text()
+    for title, metric in ("sampled", "heldout_pass@1"), ("greedy", "heldout_greedy"):
+        row = f"pass@1, {title:10}{first[metric]:.3f}   {last[metric]:.3f}"
+        assert row in text
 
 
 def test_the_front_page_has_the_scores_of_the_committed_runs():
@@ -345,7 +317,9 @@ def test_the_front_page_has_the_scores_of_the_committed_runs():
 # are about. A cell with several numbers has one for each of these selections.
 SELECTIONS = {
     "score": lambda: [at_rate()],
-    "score, seeds 0 to 2": lambda: [first_seeds(at_rate())],
+    "score, seeds 0 to 2": lambda: [
+        {cell: run for cell, run in at_rate().items() if cell.seed < 3}
+    ],
     "score at 5e-5": lambda: [runs.select(embedded(), learning_rate=plan.RATE_AT_32)],
     "SmolLM2, formulas": lambda: [
         {
@@ -371,15 +345,14 @@ OBJECTIVES = {  # by their titles, such as "P3O, no KL"
         *plan.OBJECTIVES,
         *(cell.objective for path in FILES for cell in runs.read_runs(path)),
     }
-}
-
-
-def first_seeds(every):
-    return {cell: run for cell, run in every.items() if cell.seed < 3}
+} | {"mean e_B of P3O": "p3o"}
 
 
 def expected_cell(name, title, column):
-    """The mean score, starred if any run collapsed, or P3O minus it; "" if not run."""
+    """Return what a cell should be, "" if it was not run.
+
+    It is the mean score, with a star if any run collapsed, or P3O's score minus it.
+    """
     if name == "collapsed runs":
         rate, objective = float(column), OBJECTIVES[title]
         same = runs.select(embedded(), objective=objective, learning_rate=rate)
@@ -395,14 +368,12 @@ def expected_cell(name, title, column):
         return runs.format_interval(list(by_seed.values()), "+")
     cells = []
     for every in SELECTIONS[name]():
-        if title == "mean e_B of P3O":
-            same = runs.select(every, objective="p3o", mismatch=column).values()
-            means = [mean(ess for _, ess in runs.series(run, "ess")) for run in same]
-            cells.append(f"{mean(means):.2f}")
-            continue
         objective = OBJECTIVES[title]
         same = runs.select(every, objective=objective, mismatch=column).values()
-        if same:
+        if title == "mean e_B of P3O":
+            means = [mean(ess for _, ess in runs.series(run, "ess")) for run in same]
+            cells.append(f"{mean(means):.2f}")
+        elif same:
             star = "*" * any(map(runs.collapsed, same))
             cells.append(f"{mean(map(runs.final_score, same)):.2f}{star}")
     return ", ".join(cells)
@@ -438,7 +409,7 @@ def test_the_intervals_on_the_page_are_in_the_tables():
 
 
 def count_intervals(objectives):
-    """How many intervals of P3O minus these there are, exclude 0, and are above 0."""
+    """Count the intervals of P3O minus these, those without 0, and those above 0."""
     found = [
         runs.interval(list(by_seed.values()))
         for objective in objectives

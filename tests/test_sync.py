@@ -146,12 +146,6 @@ def test_after_a_check_the_policy_still_hands_out_its_newest_weights(
         assert torch.allclose(sent[name], weight + 1.0, atol=1e-6), name
 
 
-def test_the_check_uses_the_temperature_of_the_policy(engine, policy, group, prompts):
-    # If only one of the two had T = 1, they would be 0.3 nats apart.
-    hot = build_policy("tiny", group, temperature=1.5)
-    assert check_sync(engine, hot, prompts) < 1e-4
-
-
 # In a run
 
 

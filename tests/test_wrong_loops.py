@@ -1,5 +1,6 @@
-"""The tests of the loop reject every loop of wrong_loops.py, each of which has one
-line wrong. Most of these tests are slow, because many are runs of their own.
+"""Test that the tests of the loop reject every loop of wrong_loops.py.
+
+Each of these has one wrong line. Most tests are slow, because they make runs.
 """
 
 import inspect

@@ -42,13 +42,13 @@ every epoch has the same order
 train.problem_indices
 - {seed} {epoch}
 + {seed} 0
-test_loop.test_an_epoch_has_every_problem_once_and_the_next_one_another_order
+test_loop.test_each_epoch_of_each_seed_has_every_problem_once_in_an_order_of_its_own
 
 the seed does not affect the order of the problems
 train.problem_indices
 - {seed} {epoch}
 + 0 {epoch}
-test_loop.test_runs_of_different_seeds_have_the_problems_in_different_orders
+test_loop.test_each_epoch_of_each_seed_has_every_problem_once_in_an_order_of_its_own
 
 every step has the same sampling noise
 train.sample_batch
@@ -73,7 +73,7 @@ train.sample_batch
 - temperature=cfg.temperature
 + temperature=1.0
 test_loop.test_a_step_samples_its_own_problems_with_the_settings_of_the_run
-test_loop.test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 top-p is ignored
 train.sample_batch
@@ -145,25 +145,25 @@ every minibatch has the first rows
 train.main
 - rows_of_rank.chunk(cfg.minibatches)
 + [rows_of_rank.chunk(cfg.minibatches)[0]] * cfg.minibatches
-test_loop.test_each_pass_goes_through_all_groups_in_their_order
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 there is only one pass
 train.main
 - minibatches * cfg.passes
 + minibatches
-test_loop.test_each_pass_goes_through_all_groups_in_their_order
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 groups are split between minibatches
 train.main
 - rows_of_rank.chunk(cfg.minibatches)
 + [rows_of_rank[i :: cfg.minibatches] for i in range(cfg.minibatches)]
-test_loop.test_each_pass_goes_through_all_groups_in_their_order
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 minibatches do not follow the order of the prompts on a rank
 train.main
 - rows_of_rank.chunk(cfg.minibatches)
 + rows_of_rank.roll(cfg.group_size).chunk(cfg.minibatches)
-test_loop.test_each_pass_goes_through_all_groups_in_their_order
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 micro-batches are larger than allowed
 train.micro_batches
@@ -289,31 +289,31 @@ weight decay is AdamW's default
 train.Run.__init__
 - weight_decay=cfg.weight_decay,
 +
-test_loop.test_the_learning_rate_warms_up_over_updates_and_weights_decay_as_configured
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 the warm-up never ends
 train.set_learning_rate
 - (updates + 1) / max(1, cfg.warmup_updates)
 + 1 / max(1, cfg.warmup_updates)
-test_loop.test_the_learning_rate_warms_up_over_updates_and_weights_decay_as_configured
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 the warm-up counts steps, not updates
 train.set_learning_rate
 - + updates_of_step
 +
-test_loop.test_the_learning_rate_warms_up_over_updates_and_weights_decay_as_configured
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 the objective is ignored
 train.main
 - find_objective(cfg.objective, cfg.objective_args)
 + find_objective("p3o", {})
-test_loop.test_every_update_has_the_objective_of_the_run
+test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 policy_temperature is ignored
 train.Run.__init__
 - cfg.policy_temperature
 + 1.0
-test_loop.test_a_hot_policy_is_on_policy_at_the_temperature_of_its_rollouts
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 the queue is one batch too short
 train.main
@@ -343,19 +343,19 @@ the sync is left out
 train.main
 - sync(engine, policy, step, check_on)
 + pass
-test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 the sync sends only the name of the weights
 train.main
 - sync(engine, policy, step, check_on)
 + engine.llm.update_weight_version(str(step))
-test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 the weights are synced every other step
 train.main
 - sync(engine, policy, step, check_on)
 + step % 2 or sync(engine, policy, step, check_on)
-test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 the first sync is not checked
 train.main
@@ -400,6 +400,12 @@ eval.heldout_accuracy
 + ["rewards"] > [0.0]
 test_loop.test_a_partial_reward_is_not_a_solved_problem
 
+a partial reward counts as a correct sample
+eval.main
+- each["rewards"].count(1.0)
++ sum(each["rewards"])
+test_loop.test_a_partial_reward_is_not_a_solved_problem
+
 the fp8 copy of the policy is evaluated
 train.build_engines
 - else build()
@@ -440,7 +446,7 @@ the engine keeps its memory during the update
 train.main
 - engine.sleep()
 + pass
-test_loop.test_on_policy_every_batch_is_sampled_by_the_newest_weights
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 the seconds include those of earlier steps
 support.log.Log.metrics_of
@@ -482,20 +488,19 @@ logits are those of the next position
 policy.Policy.forward
 - position - 1]
 + position]
-test_rollout.test_the_policy_gives_log_softmax_of_the_logits_and_its_gradient
-test_rollout.test_log_pi_b_is_after_the_temperature_and_the_trainer_agrees_on_every_token
+test_rollout.test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_logits
 
 logits are multiplied by the policy's temperature
 policy.token_log_probabilities
 - / temperature
 + * temperature
-test_rollout.test_the_policy_gives_log_softmax_of_the_logits_and_its_gradient
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 the K tokens of the KL are shifted by one
 policy.Policy.forward
 - logp[:, 1:]
 + logp[:, :-1]
-test_rollout.test_the_policy_gives_log_softmax_of_the_logits_and_its_gradient
+test_rollout.test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_logits
 
 a token is not computed again if only the token above is the same, not all before it
 policy.distinct_tokens
@@ -519,13 +524,13 @@ gradient checkpointing is left out
 policy.build_policy
 - language_model.gradient_checkpointing_enable()
 + pass
-test_rollout.test_gradient_checkpointing_keeps_less_and_has_the_same_gradient
+test_policy.test_the_log_probabilities_and_the_gradient_are_those_of_computing_all_rows
 
 master weights have the dtype of the model's folder
 policy.build_policy
 - dtype=torch.float32, trust
 + trust
-test_checkpoints.test_a_model_has_the_dtype_that_came_in_its_tied_head_once_and_ordinary_modes
+test_checkpoints.test_a_saved_model_has_the_files_of_its_source_and_weights_of_the_same_dtype
 
 each rank checks the sync by itself
 policy.check_sync
@@ -537,7 +542,7 @@ the sync is checked at the wrong temperature
 policy.check_sync
 - temperature=policy.temperature
 + temperature=1.0
-test_sync.test_the_check_uses_the_temperature_of_the_policy
+test_loop.test_a_batch_is_used_lag_steps_after_it_was_sampled_and_e_b_falls
 
 the sync sends the weights of the last forward pass
 policy.check_sync
@@ -561,19 +566,19 @@ log pi_b is that of the likeliest token
 rollout.Engine.as_rollouts
 - all_logp[:, :, 0]
 + all_logp[:, :, 1]
-test_rollout.test_log_pi_b_is_after_the_temperature_and_the_trainer_agrees_on_every_token
+test_rollout.test_log_pi_b_is_after_temperature_top_p_and_top_k_and_minus_infinity_outside
 
 top tokens are those of another position
 rollout.Engine.as_rollouts
 - all_tokens[:, :, 1:]
 + all_tokens[:, :, 1:].roll(1, dims=1)
-test_rollout.test_log_pi_b_is_renormalized_to_the_support_and_minus_infinity_outside
+test_rollout.test_log_pi_b_is_after_temperature_top_p_and_top_k_and_minus_infinity_outside
 
 the sampled token is taken for the likeliest one
 rollout.Engine.as_rollouts
 - all_tokens[:, :, 1:]
 + all_tokens[:, :, :-1]
-test_rollout.test_log_pi_b_is_renormalized_to_the_support_and_minus_infinity_outside
+test_rollout.test_log_pi_b_is_after_temperature_top_p_and_top_k_and_minus_infinity_outside
 
 the end of sequence is left out of the mask
 rollout.Engine.as_rollouts
@@ -633,7 +638,7 @@ a resume forgets the moments
 support.checkpoints.load_checkpoint
 - dcp.load(state,
 + dcp.load({"model_state_dict": weights},
-test_checkpoints.test_a_checkpoint_restores_moments_metrics_and_unused_rollouts_bit_for_bit
+test_resume.test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit
 
 a resume forgets the weights
 support.checkpoints.load_checkpoint
@@ -645,7 +650,7 @@ a resume forgets the queue
 support.checkpoints.load_checkpoint
 - own["queue"]
 + []
-test_checkpoints.test_a_checkpoint_restores_moments_metrics_and_unused_rollouts_bit_for_bit
+test_resume.test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit
 
 a resume continues from the oldest checkpoint
 support.checkpoints.load_checkpoint
