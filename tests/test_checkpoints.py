@@ -314,6 +314,7 @@ ROLLOUTS = SimpleNamespace(
     text=["\\boxed{7}", "#### 7", "<think>\\boxed{7}", "7"],
 )
 TRAINED = {"reward": 0.3, "ess": 0.75, "mismatch_kl": 0.02, "response_tokens": 7.0}
+TRAINED |= {"entropy": 1.5}
 
 
 def set_clock(patch: pytest.MonkeyPatch, *seconds: float) -> None:
@@ -367,13 +368,13 @@ def test_the_figure_has_the_numbers_of_the_log(monkeypatch):
     )
     rows = [
         {"step": 0, "heldout_pass@1": 0.4, "heldout_greedy": 0.2},
-        {"step": 1, "heldout_pass@1": 0.6, "entropy": 1.5} | TRAINED,
+        TRAINED | {"step": 1, "heldout_pass@1": 0.6, "heldout_greedy": 0.9},
     ]
     draw_curves(DataFrame(rows), Path("curves.png"))
     lines = [line for axis in figures[0].axes for line in axis.lines]
     assert {line.get_label(): line.get_xydata().tolist() for line in lines} == {
         "heldout_pass@1": [[0, 0.4], [1, 0.6]],
-        "heldout_greedy": [[0, 0.2]],
+        "heldout_greedy": [[0, 0.2], [1, 0.9]],
         "reward": [[1, 0.3]],
         "1 - ess": [[1, 0.25]],
         "mismatch_kl": [[1, 0.02]],
