@@ -223,15 +223,15 @@ def write_samples(
 ) -> None:
     """Append the results of `evaluate` to samples.jsonl, and print two shares.
 
-    They are those of truncated responses and of responses without a marked answer.
+    They are those of truncated responses and, if there are any, of responses without
+    the mark that the verifier expects.
     """
     for problem, result in zip(split.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})
     truncated = np.mean([result["truncated"] for result in results])
     print(f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens")
-    if split.marks_answers:
-        texts = [text for each in results for text in each["responses"]]
-        unmarked = np.mean([split.is_unmarked(text) for text in texts])
+    texts = [text for each in results for text in each["responses"]]
+    if unmarked := np.mean([split.is_unmarked(text) for text in texts]):
         print(f"{task}: {unmarked:.0%} of them have neither \\boxed{{}} nor ####")
 
 

@@ -68,6 +68,7 @@ class Policy(torch.nn.Module):
             # Right padding needs no attention mask, because no token sees a later one.
             input_ids=rollouts.tokens.clamp(0),
             use_cache=False,
+            return_dict=True,
         )
         row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
         position = rollouts.prompt_length[row] + t  # [M]

@@ -98,9 +98,9 @@ def compute_rewards(
 def check_verifier(dataset: Dataset) -> None:
     """Raise Refused if the user's own verifier cannot score two empty responses.
 
-    Reward functions of other trainers often take (prompts, completions, ...). Such a
-    function would get the responses as prompts, so the names of its parameters are
-    enough to refuse it.
+    Reward functions of other trainers often take (prompts, completions, ...), and
+    metrics often take (golds, responses). They would get the responses as prompts or as
+    golds, so the names of their parameters are enough to refuse them.
     """
     if dataset.verifier in VERIFIERS:
         return
@@ -108,8 +108,9 @@ def check_verifier(dataset: Dataset) -> None:
         function = pkgutil.resolve_name(dataset.verifier)
         first_two = " ".join([*inspect.signature(function).parameters][:2])
         if re.search(
-            r"^\w*(?:prompt|quer|question|input|data|sample)|"
-            r" \w*(?:completion|response|output|prompt|solution_str)",
+            r"^\w*(?:prompt|quer|question|input|data|gold|true|truth|target|label)|"
+            r" (?!expect|ref|true|correct)"
+            r"\w*(?:completion|response|output|prompt|solution_str|pred|sample)",
             first_two,
         ):
             raise TypeError(f"its parameters begin with {first_two}")

@@ -1,0 +1,1 @@
+"""Finds, parses and compares the final answers of responses, for reward.py."""

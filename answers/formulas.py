@@ -14,16 +14,16 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
-from sympy.core.relational import Relational
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
 # Notation that latex2sympy drops or takes for something else: a modulus, dots, minutes
-# of arc, the base of a numeral, a ratio of three numbers, [5], a time of day, words or
-# letters between two numbers, as in 2\text{hours}30 and 4R3, and a number directly
-# after a number, as in 1 2, 1{2}, \frac{1}{2}3, {1}{2}, 10^{3}.5 and 1.2.3. Such a
-# formula is equal only to its own text.
+# of arc, the base of a numeral, a ratio of three numbers, [5], what may be a time of
+# day, as 3:45, words or letters between two numbers, as in 2\text{hours}30 and 4R3, and
+# a number directly after a number, as in 1 2, 1{2}, \frac{1}{2}3, {1}{2}, 10^{3}.5 and
+# 1.2.3. Such a formula is equal only to its own text.
 UNREADABLE = re.compile(
     r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$|:.*\\text\{[ap]m\}|"
+    r"(?<!\d)\d?\d:[0-5]\d(?!\d)|"
     r"\\text\{[^{}]*\} ?\d|\d ?(?![eE]\d)[a-zA-Z]+ ?\d(?![^{}]*\})|\d \d|"
     r"(?<![_^])(?:\d\{+\d|\{[^{}]*\d\}+\d)|(?<![\w}\]^])\{[^{}]*\d\}\{\d|"
     r"[a-zA-Z)}\]]\.\d|\.\d+\."
@@ -67,24 +67,22 @@ def parse_formula(latex: str) -> Any:
 def normal_form(formula: Any) -> Any:
     """Return a list if order does not matter, a tuple if it does, else a sympy object.
 
-    A list keeps repeated items. (1,2) is both a pair and an open interval; [1,2) has
-    two more items, for its ends. A union is the list of its intervals. An inequality in
-    one variable is the set of the values that the variable may have.
+    A list keeps repeated items. (1,2) is a pair, a column vector and an open interval;
+    [1,2) has two more items, for its ends. A union is the list of its intervals. An
+    inequality in one variable is the set of the values that the variable may have.
     """
     if isinstance(formula, (sympy.Union, sympy.Complement, sympy.Intersection)):
         formula = formula.doit()
     elif isinstance(formula, sympy.Eq):
         return formula
-    elif (
-        isinstance(formula, (Relational, sympy.And)) and len(formula.free_symbols) == 1
-    ):
+    elif isinstance(formula, (sympy.Rel, sympy.And)) and len(formula.free_symbols) == 1:
         formula = formula.doit().as_set()
     if isinstance(formula, sympy.Interval):
         ends = formula.left_open, formula.right_open
         return (formula.start, formula.end, *(() if all(ends) else ends))
-    if isinstance(formula, sympy.MatrixBase):
+    if isinstance(formula, sympy.MatrixBase) and formula.cols > 1:
         return tuple(map(tuple, formula.tolist()))
-    if isinstance(formula, sympy.Tuple):
+    if isinstance(formula, (sympy.Tuple, sympy.MatrixBase)):
         return tuple(map(normal_form, formula))
     if isinstance(formula, (sympy.FiniteSet, sympy.Union, sympy.And)):
         items = getattr(formula, "_unsorted_args", formula.args)
@@ -110,7 +108,7 @@ def are_equal(a: Any, b: Any) -> bool:
         )
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
         return a == b or is_zero(a - b)
-    if isinstance(a, Relational) and isinstance(b, Relational):
+    if isinstance(a, sympy.Rel) and isinstance(b, sympy.Rel):
         # They may differ by a factor: x < y, 2x < 2y and -x > -y are equal.
         factor = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
         kind = b.func if factor.is_positive else b.reversed.func

@@ -24,7 +24,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[1]
 LIMIT = 3.0  # seconds of CPU time; an ordinary pair needs about 0.08 and at most 0.8
 MEMORY = 2**29  # bytes of address space, an eighth of which the judge itself takes
 WORKERS = 4  # children that run at once
@@ -32,15 +32,8 @@ WORKERS = 4  # children that run at once
 # The exit codes of a child that ends in an orderly way. Python's own are 0, 1 and 2.
 EQUAL = 10
 UNEQUAL = 11
-# The verdict for each way in which a child may end. The three signals come from the
-# limits on CPU time, on the stack and on memory.
-VERDICTS = {
-    EQUAL: True,
-    UNEQUAL: False,
-    -signal.SIGPROF: False,
-    -signal.SIGSEGV: False,
-    -signal.SIGABRT: False,
-}
+# A child may also end by a limit on CPU time, on the stack or on memory.
+ENDS = (EQUAL, UNEQUAL, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
 
 # Comparing these imports everything that is needed, and shows that it works.
 EQUAL_PAIRS = [
@@ -96,9 +89,9 @@ def compare_all(pairs: list[list[str]]) -> list[bool]:
             continue
         process, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        if code not in VERDICTS:
+        if code not in ENDS:
             sys.exit(f"a comparison ended with exit code {code}; memory may be short")
-        verdicts[running.pop(process)] = VERDICTS[code]
+        verdicts[running.pop(process)] = code == EQUAL
     return verdicts
 
 
@@ -122,8 +115,7 @@ def start_child(gold: str, answer: str) -> int:
 
 def end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, however that happens."""
-    pr_set_pdeathsig = 1  # from linux/prctl.h
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, of linux/prctl.h
     if os.getppid() != parent:  # the parent had already ended
         os._exit(1)
 

@@ -157,10 +157,12 @@ REWRITES = r"""
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is no list
 ,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
-# _4C_2, {}^4C_2, C(4,2), C_4^2, C^2_4; {}_4P_2, P(4,2)
+# _4C_2, {}^4C_2, C(4,2), C_4^2, C^2_4; {}_4P_2, P(4,2), P_4^2, A_4^2
 (?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*([CP])_\{?(\d+)\}? -> \2(\1,\3)
 ^C\^\{?(\d+)\}?_\{?(?!1\b)(\d+)\}?$ -> C(\2,\1)
 ^C_\{?(?!1\b)(\d+)\}?\^\{?(\d+)\}?$ -> C(\1,\2)
+^[AP]\^\{?(\d+)\}?_\{?(?!1\b)(\d+)\}?$ -> P(\2,\1)
+^[AP]_\{?(?!1\b)(\d+)\}?\^\{?(\d+)\}?$ -> P(\1,\2)
 (?<![\w\\])C\((\d+),~*(\d+)\) -> \\binom{\1}{\2}
 (?<![\w\\])P\((\d+),~*(\d+)\) -> \\frac{\1!}{(\1-\2)!}
 # 5!!, 6!!
@@ -234,8 +236,8 @@ _~*(\w) -> _{\1}
 (?<![\w.}^])(\d(?:[\dA-F]*|[\da-f]*(?=_\{16)))_\{(\d+)\} -> \\text{\1~base~\2}
 # 2024-05-01, 555-1234, (555) 123-4567, 10-15, which are no subtractions; 10 - 3 is one
 FROM(\+?[\d()~]*\d\)?-\d[\dX-]*)TO -> \\text{\1}
-# 05/01/2024, 05/2024, 10:05, which are no quotients
-FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+|\d+:0\d)TO -> \\text{\1}
+# 05/01/2024, 05/2024, which are no quotients
+FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
                                                                     Arguments
 # 2 3/4, x = 2 11/12
 (?<![^=,~])(-?\d+)~(\d(?=/)|\d\d(?=/\d\d))/(\d+)(?=[~,]|$) -> \1\\frac{\2}{\3}
@@ -257,8 +259,10 @@ FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+|\d+:0\d)TO -> \\text{\1}
 \^(-\d+|-[a-z]) -> ^{\1}
 # \sqrt[3]{-2} is real
 \\sqrt(\[\d*[13579]\])\{-(\w+)\} -> (-\\sqrt\1{\2})
-# \sqrt[3]{x^2} is x^{2/3}
+# \sqrt[3]{x^2}, \sqrt[4]{x^3}, \sqrt{x^3} are powers of x; but \sqrt{x^2} is |x|
 \\sqrt\[([3579])\]\{([a-z]|\([^()]*\))\^\{?(\d)\}?\} -> \2^{\3/\1}
+\\sqrt\[([468])\]\{([a-z]|\([^()]*\))\^\{?([13579])\}?\} -> \2^{\3/\1}
+\\sqrt\{([a-z]|\([^()]*\))\^\{?([3579])\}?\} -> \1^{\2/2}
 # x^\frac12
 \^~*(\\frac(?:GROUP){2}) -> ^{\1}
 # 0.\bar{3}, 0.\dot{3}, 0.\dot{1}4\dot{2}, 0.(3), 0.58\overline{3} = 0.58+0.003/0.9
@@ -294,10 +298,10 @@ PATTERNS = [
     (re.compile(pattern), replacement.strip())
     for pattern, replacement in re.findall(r"(?m)^(?! |#)(.+?) ->(.*)$", REWRITES)
 ]
-TRANSLATION = str.maketrans(dict(zip(*[iter(SIGNS.split())] * 2, strict=True)))
+TRANSLATION = str.maketrans(dict(re.findall(r"(\S+) (\S+)", SIGNS)))
 
 
-@functools.lru_cache(2**16)
+@functools.lru_cache(65536)
 def latex_of(text: str) -> str:
     """Return an answer in the one spelling; "" if it is over MAX_LENGTH characters."""
     if len(text) > MAX_LENGTH:

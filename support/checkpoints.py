@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,9 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
         if not cfg.resume:
             raise
     out = Path(cfg.out_dir)
+    for name in ROW_FILES:
+        if (out / name).is_dir():
+            raise Refused(f"--resume: {out / name} is a folder: remove it")
     done = max(checkpoints(out), default=0)
     if not done and (out / "model").exists():
         raise Refused(
@@ -291,7 +295,8 @@ def load_checkpoint(
             log = out / "metrics.jsonl"
             text = log.read_text(errors="replace") if log.exists() else ""
             if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
-                own["metrics"] |= json.loads(row[0])
+                with suppress(ValueError):  # A kill may have damaged it.
+                    own["metrics"] |= json.loads(row[0])
             for name, content in own["rows"].items():
                 (out / name).write_text(content)
     except (CheckpointException, Exception) as error:  # torch raises many types.
@@ -340,7 +345,8 @@ def save_model(
         save_torch_state_dict(stored, unfinished)
         for pattern in COMPANIONS:
             for file in Path(model.name_or_path).glob(pattern):
-                shutil.copyfile(file, unfinished / file.name)
+                if file.is_file():
+                    shutil.copyfile(file, unfinished / file.name)
         for file in unfinished.glob("*.safetensors"):  # others may not read these
             file.chmod((unfinished / "config.json").stat().st_mode)
         publish(unfinished, folder)  # It may replace that of a run of fewer steps.

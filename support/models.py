@@ -9,6 +9,7 @@ safetensors, so a large model takes no longer than a small one.
 import functools
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,56 +21,50 @@ from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
 
 # The types that policy.py supports: base_model.layers and a linear head. Engine and
-# trainer are compared on each of them in tests/test_rollout.py.
-TRAINABLE = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "glm4"),
-    *("stablelm", "nemotron", "exaone4", "ernie4_5"),
-    # vLLM has no code of its own for these (see rollout.Engine.as_current).
-    *("smollm3", "olmo", "olmo2", "olmo3", "glm", "starcoder2", "seed_oss"),
-    *("ministral", "hunyuan_v1_dense", "arcee", "helium"),
-)
+# trainer are compared on each of them in tests/test_rollout.py. vLLM has no code of its
+# own for those of the last two lines (see rollout.Engine.as_current).
+TRAINABLE = """
+    llama mistral qwen2 qwen3 gemma gemma3_text phi3 glm4 stablelm nemotron exaone4
+    ernie4_5 smollm3 olmo olmo2 olmo3 glm starcoder2 seed_oss ministral hunyuan_v1_dense
+    arcee helium
+""".split()
 # The head sizes that vLLM's attention on a CPU supports.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints hold this buffer, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
 MAX_ACTIVATION_BYTES = 4 * 2**30  # on a CPU
-# By type, the config fields that change the forward pass differently in vLLM and in
-# transformers, as tests/config_fields.py shows. A model is refused unless these fields
-# have the defaults of its type.
-DEFAULT_ONLY = {
-    "llama": "hidden_act",
-    "mistral": "hidden_act",
-    "qwen2": "hidden_act use_sliding_window",
-    "qwen3": "hidden_act use_sliding_window attention_bias",
-    "gemma": "hidden_act attention_bias use_bidirectional_attention",
-    "gemma3_text": "hidden_activation use_bidirectional_attention "
-    "final_logit_softcapping",
-    "phi3": "hidden_act",
-    "glm4": "hidden_act",
-    "stablelm": "hidden_act qk_layernorm use_parallel_residual",
-    "exaone4": "hidden_act",
-    "ernie4_5": "hidden_act use_bias",
-}
-# vLLM reads these even if the type does not have them, and policy.py does not know the
-# last four: quantized weights, and scaled or bounded logits.
-FOREIGN = (
-    *("attention_bias", "bias", "mlp_bias", "qkv_bias", "qk_norm", "head_dim"),
-    *("sliding_window", "layer_types", "quantization_config", "logits_scaling"),
-    *("logit_scale", "final_logit_softcapping"),
-)
-# Texts that are refused in the values of these fields, unless the default has them.
-# transformers chooses the factors of longrope for each batch, and vLLM only once.
-FOREIGN_VALUES = (
-    *(("rope_parameters", "longrope"), ("rope_parameters", "proportional")),
-    *(("rope_parameters", "partial_rotary_factor"), ("is_causal", "False")),
-    ("layer_types", "sliding_attention"),
+# What vLLM and transformers do not compute alike, as tests/config_fields.py shows. The
+# text is "type field default -> value" for each field of a config.json, and "lacks" in
+# place of the default if the type has no such field. (?!...) are the values that agree.
+DIFFERENT = re.compile(
+    r"""(?x)
+    # Another activation. Gemma's gelu is gelu_pytorch_tanh.
+    (?:(?:llama|mistral|qwen[23]|gemma|phi3|glm4|stablelm|exaone4|ernie4_5)\ hidden_act|
+        gemma3_text\ hidden_activation)\ (?!(\w+)\w*\ ->\ \1$)
+    | qwen[23]\ use_sliding_window .* True
+    | (?:qwen3|gemma)\ attention_bias .* True
+    | gemma\w*\ use_bidirectional_attention .* (?:True|all)
+    | gemma3_text\ final_logit_softcapping .* \d
+    | stablelm\ (?:qk_layernorm|use_parallel_residual) .* True
+    | ernie4_5\ use_bias .* True
+    # vLLM reads these even if the type does not have them, and policy.py does not know
+    # quantized weights, and scaled or bounded logits.
+    | \w+\ (?:attention_bias|bias|mlp_bias|qkv_bias|qk_norm|head_dim|sliding_window|
+        layer_types|quantization_config|logits_scaling|logit_scale|
+        final_logit_softcapping)\ lacks\ (?!(?:(\w+)\ )?->\ (?:\2|None|False|{})$)
+    # transformers chooses the factors of longrope for each batch, and vLLM only once.
+    | \w+\ rope_parameters .* -> .* (?:longrope|proportional)
+    | \w+\ rope_parameters (?!.*partial_rotary_factor .* ->) .* partial_rotary_factor
+    | \w+\ layer_types (?!.*sliding_attention .* ->) .* sliding_attention
+    | \w+\ is_causal .* False
+    """
 )
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 # A model's other files, which save_model copies.
-COMPANIONS = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab*", "merges.txt", "chat_template*", "*.model"),
-)
+COMPANIONS = """
+    config.json generation_config.json tokenizer* special_tokens_map.json
+    added_tokens.json vocab* merges.txt chat_template* *.model
+""".split()
 
 
 def model_folder(model: str) -> str:
@@ -122,7 +117,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
         raise Refused(
             f"{model} is not a model folder, because it has no config.json of a model: "
             "merge an adapter (LoRA) into its model first; a run has model/ only after "
-            "its last step, and --resume continues from its checkpoints"
+            "its last step; to make one of its newest checkpoint, of step N, repeat "
+            "its command with --resume --steps N"
         )
     try:
         # A model folder is data: code that comes with it is never run.
@@ -161,24 +157,18 @@ def check_trainable(model: str, config: Any) -> None:
             f"{model} is of type {config.model_type}, which train.py cannot train: "
             f"give one of type {', '.join(TRAINABLE)}"
         )
-    defaults = type(config)()
     own_head_size = config.hidden_size // config.num_attention_heads
-    names = DEFAULT_ONLY.get(config.model_type, "").split()
-    names += [name for name in FOREIGN if not hasattr(defaults, name)]
-    for name, text in [*((name, "") for name in names), *FOREIGN_VALUES]:
-        value, default = getattr(config, name, None), getattr(defaults, name, None)
-        if text:
-            is_refused = text in str(value) and text not in str(default)
-        else:  # Gemma's gelu is gelu_pytorch_tanh; a head_dim may only repeat the size.
-            known = str(default).startswith(str(value)) or value == own_head_size
-            is_refused = value and not known
-        if is_refused:
+    # A head_dim may be given to a type that lacks it if it only repeats the size.
+    defaults = {"head_dim": f"lacks {own_head_size}"} | type(config)().to_dict()
+    for name, value in config.to_dict().items():
+        default = defaults.get(name, "lacks")
+        if DIFFERENT.match(f"{config.model_type} {name} {default} -> {value}"):
             raise Refused(
                 f"{model}: its config.json has {name} {value!r}, for which vLLM and "
                 "transformers do not compute the same function if the type is "
                 f"{config.model_type}: give a model without it"
             )
-    if hasattr(defaults, "layer_types"):
+    if "layer_types" in defaults:
         slides = "sliding_attention" in config.layer_types
         if slides != bool(config.sliding_window):
             raise Refused(
@@ -274,24 +264,21 @@ def turn_end_tokens(tokenizer: Any) -> list[int]:
     - [] if only text separates the turns, if the template does not show an assistant's
       turn, or if there is no template.
     """
-    if not tokenizer.chat_template:
-        return []
     roles = ("user", "assistant", "user")
     conversation = [{"role": role, "content": f"{role} text"} for role in roles]
-    token_ids = tokenizer.get_added_vocab()
-    longest_first = sorted(token_ids, key=len, reverse=True)
+    after_answer = ""
     # Harmony (gpt-oss) ends thoughts and earlier turns by <|end|>, but the last turn by
-    # <|return|>, so the end of a conversation is tried first.
+    # <|return|>, so the end of a conversation comes first.
     for turns in (conversation[:2], conversation):
-        try:
+        # A template may raise any exception, as does a tokenizer without a template.
+        with suppress(Exception):
             text = tokenizer.apply_chat_template(turns, tokenize=False)
-        except Exception:  # the template may raise any
-            continue
-        after_answer = text.partition("assistant text")[2].partition("user text")[0]
-        found = re.search("|".join(map(re.escape, longest_first)), after_answer)
-        if found and found.group():
-            return [token_ids[found.group()]]
-    return []
+            after = text.partition("assistant text")[2]
+            after_answer += after.partition("user text")[0]
+    token_ids = tokenizer.encode(after_answer, add_special_tokens=False)
+    added = tokenizer.added_tokens_decoder
+    # An unknown character may be encoded by an added token, which the text lacks.
+    return [i for i in token_ids if i in added and str(added[i]) in after_answer][:1]
 
 
 def activation_bytes(config: Any, element: int) -> int:

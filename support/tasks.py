@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from datetime import datetime
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unicodedata import normalize
@@ -71,14 +72,18 @@ PROBLEM_COLUMNS = ("prompt", "problem", "question")
 COLUMNS = (*PROBLEM_COLUMNS, "answer", "solution")  # all that are read
 EMPTY = (None, "", [], False)
 # Columns that hold a part of the problem, searched for in their names, one a line and
-# the shortest first. Numbers about a part, such as num_images, do not count.
+# the shortest first. Facts about a part, such as num_images or topic_graph_theory, do
+# not count.
 PART_OF_PROBLEM = re.compile(
-    r"(?im)^(?!(?:n|num|has|is)_|.*_(?:count|type|length|size|rate|tried|window)$)(?:"
-    # choices: Options, answer_choices, opa, choice1, (A), or all of A, B and C
-    r".*(?:choice|option(?!al)|distractor|incorrect|wrong|alternatives|candidate).*|"
-    r"endings?\d?|\W?a\W?\n\W?b\W?\n\W?c\W?|(?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)|"
-    # pictures and other media, perhaps by their id: decoded_image, img_path
-    r".*(?:image|img|picture|screenshot|pixel|audio|video).*|jpe?g|png|"
+    r"(?im)^(?!(?:n|num|has|is|topic|category|subject|domain|skill|tag)s?_|"
+    r".*_(?:count|type|length|size|rate|tried|window|tokens|score|theory)$)(?:"
+    # choices: Options, answer_choices, mc1_targets, opa, choice1, (A) and (B), 1 and 2
+    r".*(?:choice|(?<!ad)option(?!al)|distractor|incorrect|wrong|alternatives|"
+    r"candidate|possible_?answer).*|mcq?\d?(?:_(?:targets?|answers?))?|endings?\d?|"
+    r"(?-i:\W?[A1]\W?\n\W?[B2]\W?)|\W?a\W?\n\W?b\W?\n\W?c\W?|"
+    r"(?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)|"
+    # pictures and other media, perhaps by their id: decoded_image, img_path, visual
+    r".*(?:image|img|picture|screenshot|pixel|audio|video|visual(?!i)).*|jpe?g|png|svg|"
     # drawings and texts that the problem is about: Figure 1, but not geography
     r"(?!.*_id$)(?:.*[^a-z\n])?(?:figure|photo|diagram|drawing|graph|chart|context|"
     r"passage|article)s?(?:[^a-z\n].*)?|body)$"
@@ -86,35 +91,43 @@ PART_OF_PROBLEM = re.compile(
 # What is not text in a problem: <image>, and turns of a chat, for any model, such as
 # <|im_start|>, [INST], or "### Response:" at the end.
 MARKUP = re.compile(
-    r"(?i)<ima?ge?\b[^<>]*>|<\|[\w-]{3,}\|>|<｜|<(?:start|end)_of_turn>|\[/?INST\]|"
-    r"<\|turn>|\[\|user\|\]|<<SYS>>|['\"]role['\"]\s*:|"
-    r"(?:\b(?:assistant|ai|bot|gpt)>?|# *(?:response|output))\s*:\W*(?:<think>)?\W*$|"
-    r"<think>\W*$"
+    r"(?i)<ima?ge?\b[^<>]*>|<\|[\w-]{3,}\|>|<｜|<\w+_of_turn>|"
+    r"<(?:reserved|unused)_?\d+>|\[/?INST\]|<\|turn>|\[\|user\|\]|<<SYS>>|"
+    r"['\"]role['\"]\s*:|(?:(?:\b(?:assistant|ai|bot|gpt)>?|# *(?:response|output)|"
+    r"\n\W*response)\s*:|\n\W*#\W*(?:response|output|answer|solution|assistant)\b)\W*"
+    r"(?:<think>\W*)?$|<think>\W*$"
 )
 # What makes a gold answer of a built-in verifier unusable, by a pattern.
 GOLD_FAULTS = {
-    # nan, \text{N/A}, "No answer was found.", "See the proof.", -
-    r"(?i)^(?:\W*(?:\\\w+\W*)?(?:nan|none|null|nil|n ?[/.] ?a|(?-i:NA|na)|tbd|todo|"
-    r"omitted|notfound|answers? (?:may|will|can) vary|(?:no|not|none)(?![a-z]).*"
+    # nan, pd.NA, \text{N/A}, [deleted], "No answer was found.", "See the proof.", -
+    r"(?i)^(?:\W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.)?(?:nan|none|null|nil|n ?[/.] ?a|"
+    r"(?-i:NA|na|NaT)|tbd|todo|omitted|deleted|removed|redacted|withheld|notfound|"
+    r"answers? (?:may|will|can) vary|(?:no|not|none)(?![a-z]).*"
     r"(?:answer|found|given|provided|available|applicable)|"
     r"see\b.*|.*\bpro(?:of|ved?|ven)\b.*)\W*|[-—–…?._\s]+)$": (
         "says that there is no answer"
     ),
-    # ["34"], {"answer": "34"}, b'34', (34,), [34], deque([34]), Fraction(1, 2)
-    r"""(?is)(?<!\^)[\[({]\s*[bru]?['"]|^[bru]?(['"]).*\1$|^\[+[-+.\d\s]*\]+$|"""
-    r"""^[(\[].*,\s*[)\]]$|^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|float\d*|"""
-    r"""fraction|(?:frozen)?set|integer|list|rational|str|tensor|tuple|u?int\d+|"""
+    # ["34"], {answer: 34}, b'34', (34,), [34], [true], deque([34]), Fraction(1, 2)
+    r"""(?is)(?<!\^)[\[({]\s*[bru]?['"]|^[bru]?(['"]).*\1$|^\{\s*\w{2,}\s*:|"""
+    r"""^\[+(?:[-+.\d\s]|true|false|null|none)*\]+$|^[(\[].*,\s*[)\]]$|"""
+    r"""^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|float\d*|fraction|"""
+    r"""(?:frozen)?set|integer|list|rational|str|tensor|tuple|u?int\d+|"""
     r"""\w{3,}(?=\([\[{]))\(|"""
-    r"""^<([a-z]+)>.*</\2>$""": (
+    # Answer(34), Result(value=34), <Answer: 34>, but not Log(34)
+    r"""^(?!arc|sin|cos|tan|sec|csc|cot|log|exp|sqrt|max|min|gcd|lcm)(?-i:[A-Z])"""
+    r"""\w{2,}\((?:\w+=.*|[-+.\d]+)\)$|^<\w{2,}[ :].*>$|^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
     rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
     r"^(?!.*\\begin).*\n": "has several lines and marks no answer by \\boxed{} or ####",
 }
-# {question}, {{ prompt }}, {}, %s, <problem>, $input, but not \boxed{} or x^{2}
+# {question}, {{ prompt }}, {}, {row['q']}, %s, <problem>, <user_question>, $input, but
+# not \boxed{} or x^{2}
 PLACEHOLDER = re.compile(
-    r"(?i)(?<![\w\\}^])(?<!boxed )\{(?:[{%]|\s*[\w.]*(?:[!:]\w+)?\s*\})|%s|%\(\w+\)|"
-    r"(?:[<\[$|@]+\{?|\\\{|__|%)(?:insert )?(?:your[ _])?"
+    r"(?i)(?<![\w\\}^])(?<!boxed )\{(?:[{%]|"
+    r"\s*[\w.]*(?:\[[^][{}]*\]|\([^(){}]*\))*(?:[!:][\w.]+)?\s*\})|"
+    r"(?<![\d\\])%(?:[dis](?!\w)|\(\w+\))|"
+    r"(?:[<\[$|@]+\{?|\\\{|__|%)(?:(?:insert|your|the|this|user|input|math)[ _])*"
     r"(?:question|problem|prompt|query|input)(?![a-z])"
 )
 
@@ -218,6 +231,13 @@ def load_task(
         say_once(
             f"{source}: of its {len(rows)} rows these columns are not read: {counts}"
         )
+    golds = [problem["answer"] for problem in problems]
+    dashed = [gold for gold in golds if re.fullmatch(r"\d+-\d+", gold)]
+    if dashed and verifier == "math":
+        say_once(
+            f"{source}: {len(dashed)} answers, such as {dashed[0]!r}, are compared as "
+            "text: write spaces around the minus sign of a difference"
+        )
     return problems
 
 
@@ -310,7 +330,7 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
             else f"it has no problem, only {', '.join(row)}"
         )
     [prompt] = prompts
-    if part := PART_OF_PROBLEM.search("\n".join(sorted(others, key=len))):
+    if part := PART_OF_PROBLEM.search("\n".join(sorted(sorted(others), key=len))):
         raise ValueError(
             f"{' '.join(part[0].split())!r} holds a part of the problem that is not "
             "read, such as choices or a picture: write it into the problem's text"
@@ -369,16 +389,11 @@ class Dataset(NamedTuple):
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
 
-    @property
-    def marks_answers(self) -> bool:
-        """Whether the verifier expects the answer in \\boxed{} or behind ####."""
-        return self.verifier in ("gsm8k", "math")
-
     def is_unmarked(self, response: str) -> bool:
-        """Return whether a response lacks the mark that the verifier expects."""
-        if not self.marks_answers:
-            return False
-        return not final_answer(without_thoughts(self.opened + response))
+        """Return whether a response lacks the \\boxed{} or #### of a math verifier."""
+        return self.verifier in ("gsm8k", "math") and not final_answer(
+            without_thoughts(self.opened + response)
+        )
 
     def golds(self, indices: list[int], samples: int) -> list[str]:
         """Return the gold answer of each of `samples` responses to these problems."""
@@ -415,14 +430,13 @@ def load_split(
             f"{problems[0]['prompt'][:50]!r}: the problem is in a column that is not "
             "read, or the model's chat template is not one for texts"
         )
-    kept = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
-    dropped = len(prompts) - len(kept)
-    if dropped:
+    fits = [len(prompt) <= room for prompt in prompts]
+    if not all(fits):
         note = (
-            f"{dropped} of {len(prompts)} {split} prompts of {name_or_path} have over "
-            f"{max(room, 0)} tokens"
+            f"{fits.count(False)} of {len(prompts)} {split} prompts of {name_or_path} "
+            f"have over {max(room, 0)} tokens"
         )
-        if not kept or not drop_long:
+        if not (any(fits) and drop_long):
             raise Refused(
                 f"{note}, which is what the model's context, max_response_tokens and "
                 "max_prompt_tokens leave for them: change these, or drop such prompts "
@@ -434,8 +448,8 @@ def load_split(
     tag = last_thought_tag(prompt)
     is_open = tag and tag["begin"] and tag.end() == len(prompt)
     return Dataset(
-        [problems[number] for number in kept],
-        [prompts[number] for number in kept],
+        [*compress(problems, fits)],
+        [*compress(prompts, fits)],
         verifier or task.verifier,
         opened=tag[0] if is_open else "",
     )
@@ -462,9 +476,9 @@ def check_texts(
     # A tokenizer of whole words may know every character, but few words.
     for text in dict.fromkeys([*together, *texts[:100]]):
         written = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-        is_written = Counter(normalize("NFKC", written))
-        for character in Counter(normalize("NFKC", text)) - is_written:
-            if character.isprintable() and character != " ":
+        for character in normalize("NFKC", text):
+            is_lost = character not in normalize("NFKC", written)
+            if is_lost and character.isprintable() and character != " ":
                 raise Refused(
                     f"the model's tokenizer cannot represent {character!r} of the "
                     f"task, as in {text[:50]!r} (the embedded policy knows digits and "

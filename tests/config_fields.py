@@ -45,9 +45,9 @@ def variants(config) -> list[dict]:
     for name, value in fields.items():
         if isinstance(value, bool):
             tried.append({name: not value})
-        elif isinstance(value, float) and name not in SIZE:
-            tried.append({name: 0.3})
-    for name in "attention_bias", "bias", "mlp_bias", "qkv_bias", "qk_norm":
+        elif isinstance(value, float | int | None) and name not in SIZE:
+            tried.append({name: 0.3 if isinstance(value, float) else 3})
+    for name in "attention_bias bias mlp_bias qkv_bias qk_norm".split():
         tried.append({name: not fields.get(name)})
     act = "hidden_act" if "hidden_act" in fields else "hidden_activation"
     tried += [{act: each} for each in ("silu", "gelu", "relu2")]

@@ -15,8 +15,9 @@ COMMIT = "c0ffee" + 34 * "0"
 class Hub(ThreadingHTTPServer):
     """Serves repositories until the process ends, beginning with its construction.
 
-    `repositories` has the files of each, as {"datasets/owner/name": {path: text}}. A
-    repository in `faults` answers with a status and the hub's code for it.
+    `repositories` has the files of each, as {"datasets/owner/name": {path: text}} or,
+    for a model, {"owner/name": {path: text}}. A repository in `faults` answers with a
+    status and the hub's code for it.
     """
 
     daemon_threads = True
@@ -41,7 +42,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urlparse(self.path).path
         name, action, revision, file = re.fullmatch(
-            r"/(?:api/)?(datasets/\w+/\w+)(?:/(\w+)/([^/]+)(?:/(.+))?)?|.*", path
+            r"/(?:api/)?(?:models/)?((?:datasets/)?\w+/\w+)"
+            r"(?:/(\w+)/([^/]+)(?:/(.+))?)?|.*",
+            path,
         ).groups()
         files = self.server.repositories.get(name)
         if name in self.server.faults:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 import support.checkpoints
 from policy import build_policy, full_weights
 from support.checkpoints import (
+    check_out_dir,
     config_of,
     load_checkpoint,
     make_out_dir,
@@ -202,6 +203,7 @@ def test_a_saved_model_has_the_files_of_its_source_and_weights_of_the_same_dtype
     # and the padding of early LLaMAs.
     (source / "generation_config.json").write_text('{"top_p": 0.6, "pad_token_id": -1}')
     (source / "tokenizer.model").write_bytes(b"sentencepiece")
+    (source / "tokenizer_backup").mkdir()
     policy = build_policy(str(source), group)
     # AdamW's steps are often below half a bit of bfloat16.
     assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
@@ -246,6 +248,7 @@ def test_a_folder_in_which_another_run_is_at_work_is_refused(group, tmp_path):
         (b"\n", {"heldout_greedy": 0.375}),
         (b"\0\0\n", {"heldout_greedy": 0.375}),
         (b"\xff\n", {"heldout_greedy": 0.375}),
+        (b'{"step": 3, \0}\n', {}),
         (b"[" * 9999, {}),  # without a line end, so the row of step 3 is damaged too
         (None, {}),
     ],
@@ -268,6 +271,12 @@ def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(
             path.write_bytes(path.read_bytes().replace(b'{"step": 2}\n', damage))
     assert load(tmp_path) == {"step": 3} | kept
     assert [path.read_bytes() for path in paths] == [before, before]
+
+
+def test_a_folder_in_place_of_a_log_is_refused_before_anything_is_built(tmp_path):
+    (tmp_path / "samples.jsonl").mkdir()
+    with pytest.raises(Refused, match="samples.jsonl is a folder: remove it"):
+        check_out_dir(Config(out_dir=str(tmp_path), resume=True))
 
 
 def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypatch):

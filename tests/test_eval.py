@@ -115,6 +115,7 @@ def test_the_script_samples_as_its_flags_say_and_writes_counts_and_pass_at_k(
         assert rewards == sample["rewards"]
     cut = statistics.mean(cut for sample in samples[:20] for cut in sample["truncated"])
     assert f"tiny: {cut:.0%} of the responses are cut at" in printed
+    assert "neither" not in printed  # The verifier of tiny expects no mark.
 
 
 def test_an_answer_that_is_marked_nowhere_is_counted_and_counts_outlast_the_intervals(

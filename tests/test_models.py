@@ -1,8 +1,10 @@
 """Tests of which models are accepted, and of the sentences that refuse others."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from config_fields import SIZE
 from conftest import ROOT, refusal_of
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
@@ -19,7 +22,7 @@ from support.command import Refused
 from support.models import TRAINABLE, check_model, check_trainable, turn_end_tokens
 
 FILE = "model.safetensors"
-SHARD = "model-00002-of-00002.safetensors"
+SHARD = "model-00002-of-00003.safetensors"
 UP = "model.layers.2.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -42,19 +45,8 @@ def save(weights: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def shard(folder: Path) -> None:
-    """Distribute the weights of a folder over two files and an index."""
-    weights = load_file(folder / FILE)
-    (folder / FILE).unlink()
-    first = SHARD.replace("00002-of", "00001-of")
-    file_of = {name: SHARD if "layers.2" in name else first for name in weights}
-    for file in first, SHARD:
-        save(
-            {name: weights[name] for name in weights if file_of[name] == file},
-            folder / file,
-        )
-    (folder / f"{FILE}.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": file_of})
-    )
+    """Distribute the weights of a folder over files of a megabyte and an index."""
+    save_torch_state_dict(load_file(folder / FILE), folder, max_shard_size="1MB")
 
 
 def refusal(folder: Path, **options: Any) -> str:
@@ -68,46 +60,43 @@ def refusal(folder: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "change, config, sentence",
+    "change, sentence",
     [
-        (
-            lambda w: w.pop(UP),
-            {},
-            f"only its config.json has {UP} of shape [384, 128]",
-        ),
+        (lambda w: w.pop(UP), f"only its config.json has {UP} of shape [384, 128]"),
         (
             lambda w: w.update({UP: torch.ones(384, 64)}),
-            {},
             f"only its safetensors has {UP} of shape [384, 64]",
         ),
-        (lambda w: None, {"tie_word_embeddings": False}, f"{HEAD} of shape"),
-        (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), {}, f"{EMBEDDING} of shape"),
+        (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), f"{EMBEDDING} of shape"),
         (
             lambda w: w.update({HEAD: 2 * w[EMBEDDING]}),
-            {},
             f"{HEAD} and {EMBEDDING} differ in its safetensors, but its config.json",
         ),
-        # The model would leave out the last layer of the file.
-        (
-            lambda w: None,
-            {"num_hidden_layers": 2},
-            "only its safetensors has model.layers.2.input_layernorm.weight of shape",
-        ),
-        (
-            lambda w: None,
-            {"attention_bias": True},
-            "only its config.json has model.layers.0.self_attn.k_proj.bias of shape",
-        ),
     ],
-    ids="missing other-shape no-head head-only other-head layers bias".split(),
+    ids="missing other-shape head-only other-head".split(),
 )
 def test_weights_that_do_not_belong_to_the_config_are_refused_by_name(
-    change, config, sentence, folder
+    change, sentence, folder
 ):
     weights = load_file(folder / FILE)
     change(weights)
     save(weights, folder / FILE)
-    set_config(folder, **config)
+    assert sentence in refusal(folder)
+
+
+# With 2 of its 3 layers, the model would leave out the last layer of the file.
+CONFIGS = """
+{"tie_word_embeddings": false} -> only its config.json has lm_head.weight of shape
+{"num_hidden_layers": 2} -> only its safetensors has model.layers.2.input_layernorm.w
+{"attention_bias": true} -> config.json has model.layers.0.self_attn.k_proj.bias
+{"hidden_act": "x"} -> no model can be built from its config.json: KeyError('x')
+"""
+
+
+@pytest.mark.parametrize("row", CONFIGS.strip().splitlines())
+def test_a_config_that_does_not_belong_to_the_weights_is_refused(row, folder):
+    fields, sentence = row.split(" -> ")
+    set_config(folder, **json.loads(fields))
     assert sentence in refusal(folder)
 
 
@@ -154,44 +143,28 @@ def test_neither_script_starts_with_a_weight_that_is_missing(script, folder):
 
 # Folders, heads and types
 
-TWELVE_HEADS = {"hidden_size": 144, "num_attention_heads": 12, "num_key_value_heads": 1}
+# Of models with 12 heads of 12, on three ranks that share an engine. Three ranks can
+# neither share two key heads equally nor have one together.
+UNSHARED = """
+{"num_key_value_heads": 2} -> 3, which does not divide the 12 attention heads and 2 key
+{"num_attention_heads": 8} -> 3, which does not divide the 8 attention heads and 1 key
+{"quantization_config": {"quant_method": "fp8"}} -> has quantization_config {
+{"model_type": "gpt2"} -> is of type gpt2, which train.py cannot train
+{"final_logit_softcapping": 30.0} -> config.json has final_logit_softcapping 30.0, for
+{"vocab_size": 19} -> its tokenizer uses token 19, :, but the model has only 19 embedd
+{"head_dim": 40} -> has attention heads of size 40
+{"hidden_act": "x"} -> its config.json has hidden_act 'x', for which vLLM
+"""
 
 
-@pytest.mark.parametrize(
-    "config, sentence",
-    [
-        # Three ranks can neither share two key heads equally nor have one together.
-        (
-            {"num_key_value_heads": 2},
-            "rollout_tp is 3, which does not divide the 12 attention heads and 2 key",
-        ),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "{}: its config.json has quantization_config {{",
-        ),
-        ({"model_type": "gpt2"}, "{} is of type gpt2, which train.py cannot train"),
-        ({"final_logit_softcapping": 30.0}, "has final_logit_softcapping 30.0, for"),
-        (
-            {"vocab_size": 19},
-            "{}: its tokenizer uses token 19, :, but the model has only 19 embeddings",
-        ),
-        ({"head_dim": 40}, "{} has attention heads of size"),
-        ({"hidden_act": "x"}, "{}: its config.json has hidden_act 'x', for which vLLM"),
-    ],
-)
-def test_a_model_that_cannot_be_shared_or_trained_is_refused(
-    config, sentence, folder, monkeypatch
-):
+@pytest.mark.parametrize("row", UNSHARED.strip().splitlines())
+def test_a_model_that_cannot_be_shared_or_trained_is_refused(row, folder, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    set_config(folder, **TWELVE_HEADS | config)
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 1}
+    fields, sentence = row.split(" -> ")
+    set_config(folder, **{"hidden_size": 144} | heads | json.loads(fields))
     refused = refusal_of(train, f"--model={folder}", "--rollout_tp=3")
-    assert sentence.format(folder) in refused
-
-
-def test_a_config_from_which_no_model_can_be_built_is_refused(folder):
-    set_config(folder, hidden_act="x")
-    sentence = "no model can be built from its config.json: KeyError('x')"
-    assert sentence in refusal(folder)
+    assert str(folder) in refused and sentence in refused
 
 
 def test_a_type_whose_config_has_no_context_length_is_refused(folder):
@@ -255,75 +228,71 @@ def test_a_config_for_which_engine_and_policy_were_seen_to_differ_is_refused(tmp
             check_trainable(str(tmp_path), config)
 
 
-@pytest.mark.parametrize(
-    "model_type, fields, sentence",
-    [
-        ("qwen3", {"attention_bias": True}, "its config.json has attention_bias True"),
-        ("stablelm", {"qk_layernorm": True}, "its config.json has qk_layernorm True"),
-        ("llama", {"sliding_window": 8}, "its config.json has sliding_window 8"),
-        ("phi3", {"rope_parameters": LONGROPE}, "has rope_parameters {'rope_type': 'l"),
-        # These agree: every clause of the rule has a neighbor that it accepts.
-        ("llama", {"attention_bias": True, "mlp_bias": True}, None),
-        ("mistral", {"sliding_window": 8}, None),
-        ("qwen2", {"head_dim": 32, "sliding_window": 8}, None),
-        ("gemma", {"hidden_act": "gelu"}, None),
-        ("glm4", {"partial_rotary_factor": 0.75}, None),
-    ],
-)
+# Every clause of the rule has a neighbor that it accepts.
+FIELDS = """
+qwen3 {"attention_bias": true} -> its config.json has attention_bias True, for
+llama {"attention_bias": true, "mlp_bias": true} ->
+stablelm {"qk_layernorm": true} -> its config.json has qk_layernorm True, for
+llama {"sliding_window": 32} -> its config.json has sliding_window 32, for
+mistral {"sliding_window": 32} ->
+qwen2 {"head_dim": 64} -> its config.json has head_dim 64, for
+qwen2 {"head_dim": 32, "sliding_window": 8} ->
+gemma {"hidden_act": "gelu"} ->
+gemma {"hidden_act": "silu"} -> its config.json has hidden_act 'silu', for
+glm4 {"partial_rotary_factor": 0.75} ->
+llama {"partial_rotary_factor": 0.75} -> its config.json has rope_parameters {'
+phi3 {"rope_parameters": LONGROPE} -> its config.json has rope_parameters {'rope_type'
+starcoder2 {"sliding_window": 8} ->
+exaone4 {"layer_types": FULL, "sliding_window": 8} -> sliding_window 8, but layer_types
+exaone4 {"layer_types": FULL, "sliding_window": null} ->
+olmo3 {"sliding_window": null} -> its config.json has sliding_window None, but layer_typ
+olmo2 {"quantization_config": {}, "is_causal": true, "bias": false} ->
+olmo2 {"is_causal": false} -> its config.json has is_causal False, for
+"""
+
+
+@pytest.mark.parametrize("row", FIELDS.strip().splitlines())
 def test_a_field_is_refused_by_name_only_for_the_types_in_which_it_makes_a_difference(
-    model_type, fields, sentence
+    row,
 ):
-    config = AutoConfig.for_model(model_type, **SIZE | fields)
-    if sentence is None:
+    given, sentence = row.split(" ->")
+    given = given.replace("LONGROPE", json.dumps(LONGROPE))
+    given = given.replace("FULL", json.dumps(["full_attention", "full_attention"]))
+    model_type, fields = given.split(" ", 1)
+    config = AutoConfig.for_model(model_type, **SIZE | json.loads(fields))
+    refused = pytest.raises(Refused, match=re.escape(sentence.strip()))
+    with refused if sentence else nullcontext():
         check_trainable("FOLDER", config)
-    else:
-        with pytest.raises(Refused) as refused:
-            check_trainable("FOLDER", config)
-        assert sentence in str(refused.value)
-        assert model_type in str(refused.value)
 
 
 # The end of a turn
 
 
-def turns(turn: str, end: str = "") -> str:
-    """A chat template with this text for each message, `m`, and `end` behind all."""
-    return "{% for m in messages %}" + turn + "{% endfor %}" + end
+# What a template writes for each message, with its role r and its text t, and the token
+# that ends an answer's turn.
+TURNS = """
+{{ '[INST]' + t + '[/INST]' if r == 'user' else t + '</s>' }} -> </s>
+<|im_start|>{{ r }} {{ t }}<|im_end|> -> <|im_end|>
+<|im_start|>{{ r }} {{ t }}<|im_end|>{{ eos_token if loop.last }} -> <|im_end|>
+{{ t }}<|im_end|>{{ no() if loop.last and r == 'assistant' }} -> <|im_end|>
+{{ t | trim }} <end_of_turn> -> <end_of_turn>
+<|{{ r }}|> {{ t }} -> <|user|>
+<|start|>{{ r }} {{ t }}{{ '<|return|>' if loop.last else '<|end|>' }} -> <|return|>
+{{ r }}: {{ t }} ->
+{{ t if r == 'user' }}<|im_end|> ->
+"""
 
 
-CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-LLAMA_2 = (
-    "{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }} </s>{% endif %}"
-)
-HARMONY = (
-    "<|start|>{{ m.role }}<|message|>{{ m.content }}"
-    "{{ '<|return|>' if loop.last else '<|end|>' }}"
-)
-REFUSES_AN_ANSWER = "{{ raise_exception('no') if messages[-1].role == 'assistant' }}"
-
-
-@pytest.mark.parametrize(
-    "template, token",
-    [
-        (turns(LLAMA_2), "</s>"),
-        (turns(CHATML), "<|im_end|>"),
-        (turns(CHATML, end="{{ eos_token }}"), "<|im_end|>"),
-        (turns(CHATML, end=REFUSES_AN_ANSWER), "<|im_end|>"),
-        (turns("{{ m.content | trim }}<end_of_turn>\n"), "<end_of_turn>"),
-        (turns("<|{{ m.role }}|>\n{{ m.content }}"), "<|user|>"),
-        (turns(HARMONY), "<|return|>"),
-        (turns("{{ m.role }}: {{ m.content }}\n\n"), None),
-        ("{{ messages[0].content }}<|im_end|>", None),
-        (None, None),
-    ],
-)
-def test_the_token_with_which_a_chat_template_ends_a_turn_is_found(template, token):
+@pytest.mark.parametrize("row", TURNS.strip().splitlines())
+def test_the_token_with_which_a_chat_template_ends_a_turn_is_found(row):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny")
     # The name <|im_ is here because the longer name has to be found.
     tokenizer.add_tokens(
-        "</s> <s> <|im_ <|im_end|> <end_of_turn> <|user|> <|end|> <|return|>".split()
+        "</s> [INST] <|im_ <|im_end|> <end_of_turn> <|user|> <|end|> <|return|>".split()
     )
-    tokenizer.chat_template = template
-    expected = [] if token is None else [tokenizer.get_added_vocab()[token]]
-    assert turn_end_tokens(tokenizer) == expected
+    tokenizer.chat_template = None
+    assert turn_end_tokens(tokenizer) == []
+    turn, token = row.split(" ->")
+    start = "{% for m in messages %}{% set r, t = m.role, m.content %}"
+    tokenizer.chat_template = start + turn + "{% endfor %}"
+    assert tokenizer.convert_ids_to_tokens(turn_end_tokens(tokenizer)) == token.split()

@@ -14,18 +14,11 @@ from answers import judge
 from answers.extraction import last_box
 from reward import compute_rewards, score
 from support.command import Stopped
-from support.tasks import (
-    Dataset,
-)
+from support.tasks import Dataset
 
-# Right and wrong answers, as (gold, answer, ...), that do not fit in a line of the
-# tables below.
-SAME_FORMULA = [
-    ("18", "18\u200b"),
-    ("18", "\x1b[1m18\x1b[0m"),
-]
-# Right answers, as gold == answer == another answer.
-SPELLINGS = r"""
+# Answers by their gold: right ones as gold == answer == another answer, and wrong ones
+# as gold != answer. A ↵ is a line break.
+MATH = r"""
 18 == 18.0 == $18$ == 18. == \$18
 035 == 35
 18\% == 18
@@ -268,15 +261,12 @@ x^{2/3} == \sqrt[3]{x^2}
 2024-05-01 == \text{2024-05-01}
 7 == 10 - 3
 2 == 1\thinspace + 1
-"""
-for line in SPELLINGS.strip().splitlines():
-    SAME_FORMULA.append(tuple(line.split(" == ")))
-ANOTHER_FORMULA = [
-    ("18", "18\nmillion"),
-    ("18", ""),
-]
-# Wrong answers, as gold != answer != another answer.
-OTHERS = r"""
+20 == A_5^2 == P_5^2 == A^2_5 == P^{2}_{5}
+x^{3/4} == \sqrt[4]{x^3}
+x^{3/2} == \sqrt{x^3} == x\sqrt{x}
+(x+1)^{5/6} == \sqrt[6]{(x+1)^5}
+\begin{pmatrix}3\\-1\\2\end{pmatrix} == \langle 3,-1,2\rangle == (3,-1,2)
+12:30 == \text{12:30}
 12 != 1 \quad 2 != 1\,\,2
 18 != x+1=18 != x-y=18 != 2x+y=18 != xy=18 != x^2=18 != e^x=18 != 2\sin x=18
 18 != -18 != 0.18
@@ -439,126 +429,93 @@ A != \text{The answer is not A}
 \frac12 != 0.(5)
 12 != 1\thinspace2
 3 != {1}{2}
+12:30 != \frac{12}{30} != \frac25 != 12:03
+1 != A_1^2 != P_1^2
+20 != A_2^5 != A_5
+x^{1/2} != \sqrt[4]{x^2}
+x^{3/4} != \sqrt[3]{x^4}
+\begin{pmatrix}3\\-1\\2\end{pmatrix} != (3,2,-1) != \begin{pmatrix}3&-1&2\end{pmatrix}
+18 != 18↵million
 """
-for line in OTHERS.strip().splitlines():
-    ANOTHER_FORMULA.append(tuple(line.split(" != ")))
+GSM8K = r"""
+84 == \boxed{84.0} == \boxed{\$84} == \boxed{84\%} == \boxed{84\text{ lemons}}
+84 == #### 84 lemons. == \boxed{x_A=84} == #### ８４ == #### Total cost: $84
+3600 == #### 3,600
+3,600 == \boxed{3{,}600}
+1800 == #### $1,800.00
+-3 == #### -3
+0.1 == #### .1
+18 == \boxed{\{18\}} == #### **$18.00** == #### (18) miles per hour, == #### +18
+84 != #### 84.00000000001 != \boxed{168/2} != #### 84+1 != #### >= 84 != #### 8(4)
+84 != #### Case 1: x = 84
+3600 != #### 3,6,00
+9007199254740993 != #### 9007199254740992
+18 != #### 18 million != #### 18 Dozen != #### 18x
+2 != #### 2 and a half != #### 2 thirds
+1 != #### 1. The first case
+"""
+EXACT = """
+1283 == 8+5+0=13. 7+0+1=8. 4+8+0=12. 1283 == 1283↵ == <think>1284</think> 1283
+1283 == 1283<|im_end|>↵
+1283 == 1283<|im_end|>↵<|im_start|>user↵3+3<|im_end|>↵<|im_start|>assistant↵6
+1283 != 1283 8+5 != 01283 != 1283. != ↵ != <think>1283</think>
+"""
 
 # Where the answer 5 is, for math and gsm8k alike.
-FOUND = [
-    r"So it is $\boxed{5}$.",
-    r"So it is \fbox{5}.",
-    r"First \boxed{3}, no: \boxed{5}.",
-    r"So it is \boxed{5}. Check: \boxed{",
-    r"x &= 5 \\\boxed{5}",
-    r"\{ so \boxed{5}",
-    r"<think>\boxed{3}</think> \boxed{5}",
-    r"<think>#### 3</think> #### 5",
-    r"So it is \boxed{5 \\}",
-    "<answer>#### 5<|im_end|></answer>",
-    r"\boxed{5<pad>}</s><｜end▁of▁sentence｜>",
-    # Turns that the model has invented after its own are not graded.
-    r"\boxed{5}<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
-    r"\boxed{6}",
-    r"\boxed{5}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\boxed{6}",
-    r"\boxed{5}<end_of_turn>\n<start_of_turn>user\n\boxed{6}",
-    r"\boxed{5}</s>[INST] 3+3? [/INST] \boxed{6}",
-    r"<|channel|>analysis<|message|>\boxed{6}<|end|><|start|>assistant<|channel|>final"
-    r"<|message|>\boxed{5}<|return|>",
-    "#### 5<turn|>",
-    "#### 5<|turn>user\n#### 6",
-    "#### 5[|endofturn|]\n[|user|]3+3?\n[|assistant|]#### 6",
-    "2+3=5\n#### 5\n",
-    "#### 3\nNo:\n#### 5\nThat is all.",
-    "x" * 300_000 + r"\boxed{5}",
-]
-NOT_FOUND = [
-    "",
-    "5",
-    "The answer is $5$.",
-    r"First \boxed{5}, no: \boxed{3}.",
-    r"So it is \boxed{5",
-    r"#### 5, that is \boxed{3}",
-    "#### 5\n#### 3",
-    "#### 5 or 6",
-    r"<think>\boxed{5}</think> So it is 5.",
-    r"\boxed{5}</think> So it is 5.",  # the template has written <think>
-    r"</think><think>It may be \boxed{5}",
-    r"\boxed{" + "0" * 300 + "5}",
-]
-
-SAME_NUMBER = [
-    (
-        "84",
-        r"\boxed{84.0}",
-        r"\boxed{\$84}",
-        r"\boxed{84\%}",
-        r"\boxed{84\text{ lemons}}",
-        "#### 84 lemons.",
-        r"\boxed{x_A=84}",
-        "#### ８４",
-        "#### Total cost: $84",
-    ),
-    ("3600", "#### 3,600"),
-    ("3,600", r"\boxed{3{,}600}"),
-    ("1800", "#### $1,800.00"),
-    ("-3", "#### -3"),
-    ("0.1", "#### .1"),
-    (
-        "18",
-        r"\boxed{\{18\}}",
-        "#### **$18.00**",
-        "#### (18) miles per hour,",
-        "#### +18",
-    ),
-]
-ANOTHER_NUMBER = [
-    (
-        "84",
-        "#### 84.00000000001",
-        r"\boxed{168/2}",
-        "#### 84+1",
-        "#### >= 84",
-        "#### 8(4)",
-        "#### Case 1: x = 84",
-    ),
-    ("3600", "#### 3,6,00"),
-    ("9007199254740993", "#### 9007199254740992"),
-    (
-        "18",
-        "#### 18 million",
-        "#### 18 Dozen",
-        "#### 18x",
-        "#### " + "0" * 10_000 + "18",
-    ),
-    ("2", "#### 2 and a half", "#### 2 thirds"),
-    ("1", "#### 1. The first case"),
-]
-
-SAME_WORD = [
-    (
-        "1283",
-        "8+5+0=13. 7+0+1=8. 4+8+0=12. 1283",
-        "1283\n",
-        "1283<|im_end|>\n",
-        "1283<|im_end|>\n<|im_start|>user\n3+3<|im_end|>\n<|im_start|>assistant\n6",
-        "<think>1284</think> 1283",
-    ),
-]
-ANOTHER_WORD = [
-    ("1283", "1283 8+5", "01283", "1283.", " \n", "<think>1283</think>"),
-]
+FOUND = r"""
+So it is $\boxed{5}$.
+So it is \fbox{5}.
+First \boxed{3}, no: \boxed{5}.
+So it is \boxed{5}. Check: \boxed{
+x &= 5 \\\boxed{5}
+\{ so \boxed{5}
+<think>\boxed{3}</think> \boxed{5}
+<think>#### 3</think> #### 5
+So it is \boxed{5 \\}
+<answer>#### 5<|im_end|></answer>
+\boxed{5<pad>}</s><｜end▁of▁sentence｜>
+2+3=5↵#### 5↵
+#### 3↵No:↵#### 5↵That is all.
+"""
+# Turns that the model has invented after its own are not graded.
+FOUND += r"""
+\boxed{5}<|im_end|>↵<|im_start|>user↵3+3?<|im_end|>↵<|im_start|>assistant↵\boxed{6}
+\boxed{5}<|eot_id|><|start_header_id|>assistant<|end_header_id|>↵↵\boxed{6}
+\boxed{5}<end_of_turn>↵<start_of_turn>user↵\boxed{6}
+\boxed{5}</s>[INST] 3+3? [/INST] \boxed{6}
+<|channel|>analysis<|message|>\boxed{6}<|end|><|start|>assistant<|channel|>final<|message|>\boxed{5}<|return|>
+#### 5<turn|>
+#### 5<|turn>user↵#### 6
+#### 5[|endofturn|]↵[|user|]3+3?↵[|assistant|]#### 6
+"""
+NOT_FOUND = r"""
+5
+\boxed{}
+The answer is $5$.
+First \boxed{5}, no: \boxed{3}.
+So it is \boxed{5
+#### 5, that is \boxed{3}
+#### 5↵#### 3
+#### 5 or 6
+<think>\boxed{5}</think> So it is 5.
+\boxed{5}</think> So it is 5.
+</think><think>It may be \boxed{5}
+"""
 
 
-def verdicts_table(same: list, another: list) -> list[tuple[str, str, float]]:
-    return [
-        (gold, answer, verdict)
-        for rows, verdict in ((same, 1.0), (another, 0.0))
-        for gold, *answers in rows
-        for answer in answers
-    ]
+def lines_of(table: str) -> list[str]:
+    """Return the lines of a table, in which a ↵ is a line break."""
+    return [line.replace("↵", "\n") for line in table.split("\n") if line]
 
 
-MATH = verdicts_table(SAME_FORMULA, ANOTHER_FORMULA)
+def verdicts_of(table: str) -> list[tuple[str, str, float]]:
+    """Return (gold, answer, reward) for each answer in a table such as MATH."""
+    verdicts = []
+    for line in lines_of(table):
+        sign = " == " if " == " in line else " != "
+        gold, *answers = line.split(sign)
+        verdicts += [(gold, answer, float(sign == " == ")) for answer in answers]
+    return verdicts
 
 
 def boxed(answer: str) -> str:
@@ -568,83 +525,73 @@ def boxed(answer: str) -> str:
 @pytest.fixture(scope="module")
 def rewards() -> dict[tuple[str, str], float]:
     """All of MATH in one batch."""
-    golds, answers, _ = zip(*MATH, strict=True)
+    golds, answers, _ = zip(*verdicts_of(MATH), strict=True)
     scored = score([boxed(answer) for answer in answers], golds)
     return dict(zip(zip(golds, answers, strict=True), scored, strict=True))
 
 
-@pytest.mark.parametrize("gold, answer, expected", MATH)
+@pytest.mark.parametrize("gold, answer, expected", verdicts_of(MATH))
 def test_math_verdict(gold, answer, expected, rewards):
     assert rewards[gold, answer] == expected
 
 
-@pytest.mark.parametrize(
-    "gold, response, expected", verdicts_table(SAME_NUMBER, ANOTHER_NUMBER)
-)
-def test_gsm8k_verdict(gold, response, expected):
-    assert score([response], [gold], "gsm8k") == [expected]
-
-
-@pytest.mark.parametrize(
-    "gold, response, expected", verdicts_table(SAME_WORD, ANOTHER_WORD)
-)
-def test_exact_verdict(gold, response, expected):
-    assert score([response], [gold], "exact") == [expected]
+@pytest.mark.parametrize("verifier, table", [("gsm8k", GSM8K), ("exact", EXACT)])
+def test_a_verdict_on_a_number_or_a_word(verifier, table):
+    golds, responses, expected = zip(*verdicts_of(table), strict=True)
+    assert score(responses, golds, verifier) == list(expected)
 
 
 @pytest.mark.parametrize("verifier", ["gsm8k", "math"])
 def test_the_answer_is_the_last_complete_box_or_else_behind_the_last_mark(verifier):
-    responses = FOUND + NOT_FOUND
-    expected = [1.0] * len(FOUND) + [0.0] * len(NOT_FOUND)
-    assert score(responses, ["5"] * len(responses), verifier) == expected
+    hidden = ["\\boxed{5\u200b}", "\\boxed{\x1b[1m5\x1b[0m}"]
+    right = [*lines_of(FOUND), *hidden, "x" * 300_000 + "\\boxed{5}"]
+    responses = [*right, *lines_of(NOT_FOUND), "", "\\boxed{" + "0" * 300 + "5}"]
+    golds = ["5"] * len(responses)
+    scored = zip(responses, score(responses, golds, verifier), strict=True)
+    assert [response for response, reward in scored if reward] == right
 
 
 # What begins a thought, and what ends it.
-THOUGHTS = [
-    ("<think>", "</think>"),
-    ("<think >", "</think >"),
-    ('<think level="extended">', "</think>"),
-    ("<extended_thinking>", "</extended_thinking>"),
-    ("<Thought>", "</Thought><Output>"),
-    ("<analysis>", "</analysis>"),
-    ("<scratchpad>", "</scratchpad>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<reflection>", "</reflection>"),
-    ("<inner_monologue>", "</inner_monologue>"),
-    ("<chain-of-thought>", "</chain-of-thought>"),
-    ("<cot>", "</cot>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<ifm|think_fast>", "</ifm|think_fast>"),
-    ("<think_start>", "<think_end>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|><|begin_of_solution|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"),
-    ("<｜thinking｜>", "<｜/thinking｜>"),
-    ("<|thinking|>", "<|answer|>"),
-    ("[THINK]", "[/THINK]"),
-    ("◁think▷", "◁/think▷"),
-    ("<unused94>thought\n", "<unused95>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"),
-    ("<|channel>thought\n", "<channel|>"),
-    (
-        "<|channel|>analysis<|message|>",
-        "<|end|><|start|>assistant<|channel|>final<|message|>",
-    ),
-    (
-        "<|channel|>commentary to=python <|constrain|>json<|message|>",
-        "<|call|><|start|>assistant<|channel|>final <|constrain|>text<|message|>",
-    ),
-    ("<|think|>", "<|end|><|begin|>assistant<|content|>"),
-    ("<|content_thinking|>", "<|end_message|><|message_model|><|content_text|>"),
-    ("<|im_start|>think\n", "<|im_start|>answer\n"),
-    ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"),
-    ("to=self<|message|>", "<|eom|>to=user<|message|>"),
-    ("Here is my thought process:\n", "\nHere is my response:\n"),
-    ("Here's my thought process:\n", "\nHere's my response:\n"),
-]
+THOUGHTS = """
+<think> ... </think>
+<think > ... </think >
+<think level="extended"> ... </think>
+<extended_thinking> ... </extended_thinking>
+<Thought> ... </Thought><Output>
+<analysis> ... </analysis>
+<scratchpad> ... </scratchpad>
+<reasoning> ... </reasoning>
+<reflection> ... </reflection>
+<inner_monologue> ... </inner_monologue>
+<chain-of-thought> ... </chain-of-thought>
+<cot> ... </cot>
+<seed:think> ... </seed:think>
+<ifm|think_fast> ... </ifm|think_fast>
+<think_start> ... <think_end>
+<|begin_of_thought|> ... <|end_of_thought|><|begin_of_solution|>
+<|START_THINKING|> ... <|END_THINKING|><|START_RESPONSE|>
+<｜thinking｜> ... <｜/thinking｜>
+<|thinking|> ... <|answer|>
+[THINK] ... [/THINK]
+◁think▷ ... ◁/think▷
+<unused94>thought↵ ... <unused95>
+<|inner_prefix|> ... <|inner_suffix|>
+<|channel>thought↵ ... <channel|>
+<|channel|>analysis<|message|> ... <|end|><|start|>assistant<|channel|>final<|message|>
+<|channel|>commentary to=f<|message|> ... <|channel|>final <|constrain|>text<|message|>
+<|think|> ... <|end|><|begin|>assistant<|content|>
+<|content_thinking|> ... <|end_message|><|message_model|><|content_text|>
+<|im_start|>think↵ ... <|im_start|>answer↵
+<|open|>think<|sep|> ... <|close|>think<|sep|><|open|>response<|sep|>
+to=self<|message|> ... <|eom|>to=user<|message|>
+Here is my thought process:↵ ... ↵Here is my response:↵
+Here's my thought process:↵ ... ↵Here's my response:↵
+"""
 
 
-@pytest.mark.parametrize("begin, end", THOUGHTS)
-def test_nothing_in_a_thought_is_an_answer(begin, end):
+@pytest.mark.parametrize("tags", lines_of(THOUGHTS))
+def test_nothing_in_a_thought_is_an_answer(tags):
+    begin, end = tags.split(" ... ")
     responses = [
         rf"{begin}Is it \boxed{{3}}?{end}It is \boxed{{5}}.<|end|>",
         rf"{begin}Is it \boxed{{5}}? But",
@@ -742,8 +689,7 @@ def test_an_honest_pair_stays_far_below_the_limit():
 
 
 def test_a_verdict_does_not_depend_on_which_is_the_gold_answer():
-    some = [row for row in MATH[::7] if row[1]]
-    golds, answers, expected = zip(*some, strict=True)
+    golds, answers, expected = zip(*verdicts_of(MATH)[::7], strict=True)
     assert score([boxed(gold) for gold in golds], answers) == list(expected)
 
 

@@ -187,7 +187,9 @@ def test_no_dropout_of_a_models_config_acts(
     model_type, name, engine, group, prompts, tmp_path
 ):
     rollouts = sample(engine, prompts[:4])
-    build_model(model_type, {name: 0.5}, str(tmp_path))
+    # Nor does the form matter in which its output is to be returned.
+    fields = {name: 0.5, "return_dict": False}
+    build_model(model_type, fields, str(tmp_path))
     policy = build_policy(str(tmp_path), group)
     assert torch.equal(policy(rollouts)[0], policy(rollouts)[0])
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from support.tasks import (
     gold_of,
     load_split,
     load_task,
+    problem_of,
     task_of,
 )
 
@@ -75,6 +77,11 @@ def load(tmp_path: Path) -> Callable[..., Dataset]:
     return load
 
 
+def cells_of(table: str) -> list[str]:
+    """Return the cells of a table, which a | or the end of a line divides."""
+    return re.split(r" \| |\n", table.strip())
+
+
 def own(*problems: str) -> list[dict]:
     """Return rows whose problems are their own answers."""
     return [{"prompt": text, "answer": text} for text in problems]
@@ -93,25 +100,26 @@ def hub_folders(monkeypatch, tmp_path):
     datasets.disable_progress_bars()
 
 
-@pytest.mark.parametrize(
-    "name, split, answers",
-    [
-        ("gsm8k", "train", ["84", "3,600"]),
-        ("gsm8k", "heldout", ["-3"]),
-        ("math", "heldout", [r"\left( 5, \frac{\pi}{2} \right)", r"\text{Sunday}"]),
-        ("math500", "heldout", [r"\left( 5, \frac{\pi}{2} \right)", r"\text{Sunday}"]),
-        ("deepscaler", "train", ["8", "(x-3)(x+3)"]),  # without an unreadable one
-        ("deepscaler", "heldout", ["035"]),
-        ("aime2024", "heldout", ["035"]),
-        ("aime2025", "heldout", ["70"]),
-        ("aime2026", "heldout", ["0"]),
-        ("amc23", "heldout", ["9"]),
-        ("amo-bench", "heldout", [r"\sqrt{2}", r"\frac{n(n+1)}{2}"]),
-    ],
-)
-def test_a_dataset_loads_from_its_own_columns(hub_folders, name, split, answers):
-    problems = load_task(name, split)
-    assert [problem["answer"] for problem in problems] == answers
+LOADED = r"""
+gsm8k train -> 84; 3,600
+gsm8k heldout -> -3
+math heldout -> \left( 5, \frac{\pi}{2} \right); \text{Sunday}
+math500 heldout -> \left( 5, \frac{\pi}{2} \right); \text{Sunday}
+deepscaler train -> 8; (x-3)(x+3)
+deepscaler heldout -> 035
+aime2024 heldout -> 035
+aime2025 heldout -> 70
+aime2026 heldout -> 0
+amc23 heldout -> 9
+amo-bench heldout -> \sqrt{2}; \frac{n(n+1)}{2}
+"""
+
+
+@pytest.mark.parametrize("row", LOADED.strip().splitlines())
+def test_a_dataset_loads_from_its_own_columns(hub_folders, row):
+    name, answers = row.split(" -> ")
+    problems = load_task(*name.split())
+    assert "; ".join(problem["answer"] for problem in problems) == answers
     assert all(len(problem["prompt"]) > 10 for problem in problems)
 
 
@@ -142,27 +150,28 @@ def test_the_embedded_task_is_disjoint_and_right():
         assert int(a) + int(b) == int(problem["answer"])
 
 
-@pytest.mark.parametrize(
-    "name, split, message",
-    [
-        ("gsm9k", "train", "no task 'gsm9k': .*tiny, gsm8k, math"),
-        ("data/x.parquet", "train", "no task 'data/x.parquet'"),
-        ("nosuch/file.jsonl", "train", "no task 'nosuch/file.jsonl'"),
-        ("aime2024", "train", "'aime2024' has no split 'train'"),
-        ("tiny", "test", "'tiny' has no split 'test'"),
-        ("tests", "train", r"tests/train\.jsonl cannot be read: No such file"),
-    ],
-)
-def test_an_unknown_task_or_split_is_refused(name, split, message):
+UNKNOWN = """
+gsm9k train -> no task 'gsm9k': .*tiny, gsm8k, math
+data/x.parquet train -> no task 'data/x.parquet'
+nosuch/file.jsonl train -> no task 'nosuch/file.jsonl'
+aime2024 train -> 'aime2024' has no split 'train'
+tiny test -> 'tiny' has no split 'test'
+tests train -> tests/train\\.jsonl cannot be read: No such file
+"""
+
+
+@pytest.mark.parametrize("row", UNKNOWN.strip().splitlines())
+def test_an_unknown_task_or_split_is_refused(row):
+    name, message = row.split(" -> ")
     with pytest.raises(Refused, match=message):
-        load_task(name, split)
+        load_task(*name.split())
 
 
 # --- datasets of the hub, by its real clients
 
 
 LOAD = """
-import json, resource, sys
+import json, os, resource, sys
 from support.command import Refused
 from support.hub import COMMITS
 from support.tasks import load_task
@@ -171,7 +180,11 @@ for name in sys.argv[1:]:
     if name == "owner/large":  # no file may grow beyond this: the disk is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
     try:
-        found[name] = load_task(name, "train")
+        if "model" in name:
+            from support.models import model_folder
+            found[name] = sorted(os.listdir(model_folder(name)))
+        else:
+            found[name] = load_task(name, "train")
     except Refused as error:
         found[name] = str(error)
 print(json.dumps([found, COMMITS]))
@@ -188,14 +201,20 @@ DATASETS = {
 
 @pytest.fixture(scope="module")
 def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
-    """Loads datasets of an imitated hub in a process; also returns its COMMITS."""
+    """Loads from an imitated hub in a process, and also returns its COMMITS.
+
+    What is loaded are the rows of a dataset, or the names of the files of a model.
+    """
     repositories = {
         f"datasets/owner/{name}": {"train.jsonl": text}
         for name, text in DATASETS.items()
     }
     repositories["datasets/owner/other"] = {"validation.jsonl": ROW}
+    names = ("config.json", "model-1.safetensors", "README.md", "modeling.py")
+    repositories["owner/model"] = dict.fromkeys(names, "{}")
     faults = {
         "datasets/owner/gated": (403, "GatedRepo"),
+        "owner/gated_model": (403, "GatedRepo"),
         "datasets/owner/down": (500, ""),
     }
     home = tmp_path_factory.mktemp("home")
@@ -229,19 +248,24 @@ UNREADABLE = {
     "owner/empty": "it has no rows",
     "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
     "owner/other": "of a dataset, the splits train .*Should be one of .'validation'",
+    "owner/model@nope": "it has no such revision: give a branch, a tag or a commit",
+    "owner/no_model": "there is no such repository, .*log in with `hf auth login`",
+    "owner/gated_model": ".*or it is gated or private: ",
     "owner/large": "the cache cannot be written: .*HF_HOME.*Errno 27. File too large",
 }
 
 
-def test_a_hub_dataset_has_its_golds_and_commit_or_a_sentence_says_why_not(from_hub):
-    found, commits = from_hub("owner/plain", "owner/plain@v1", *UNREADABLE)
+def test_what_the_hub_has_is_read_at_a_commit_or_a_sentence_says_why_not(from_hub):
+    readable = ["owner/plain", "owner/plain@v1", "owner/model", "owner/model@v1"]
+    found, commits = from_hub(*readable, *UNREADABLE)
     expected = [{"prompt": "5*5?", "answer": "025"}]
-    assert found.pop("owner/plain") == found.pop("owner/plain@v1") == expected
-    assert commits == {"owner/plain": COMMIT, "owner/plain@v1": COMMIT}
+    files = ["config.json", "model-1.safetensors"]  # no code
+    assert [found[name] for name in readable] == [expected, expected, files, files]
+    assert commits == dict.fromkeys(readable, COMMIT)
     for name, sentence in UNREADABLE.items():
-        said = found[name]
-        assert re.match(f"{name} train cannot be loaded: {sentence}", said), said
-        assert "\n" not in said
+        start = f"(no model at '{name}'|{name} train cannot be loaded): "
+        assert re.match(start + sentence, found[name]), found[name]
+        assert "\n" not in found[name]
 
     # Offline, the cache serves what was read before, until it is damaged.
     found, commits = from_hub("owner/plain", "owner/none", HF_HUB_OFFLINE="1")
@@ -280,47 +304,46 @@ def test_a_file_is_both_splits_and_a_folder_has_two(tmp_path):
     assert load_task(str(tmp_path), "heldout") == [{"prompt": "heldout", "answer": "2"}]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ('{"verifer": "exact"}', r"task\.json may give .*verifer"),
-        ('{"verifier": "exakt"}', r"task\.json may give .*should be 'exact', 'gsm8k'"),
-        # Data must not run code.
-        (
-            '{"verifier": "os:system", "instruction": null}',
-            r"task\.json may give a verifier \(exact, gsm8k, math; one of your own is "
-            r"given by --verifier module:name\)",
-        ),
-        ('{"verifier": "exact"}', "is exact, .* asks for a box: give another instr"),
-        ('{"instruction": 7}', "valid string"),
-        ('{"instruction": "\\ud83d"}', "surrogates not allowed"),
-        (
-            '{"instruction": "Solve {question}."}',
-            "a placeholder, '{question}': the pro",
-        ),
-        ('{"verifier": ', "Expecting value"),
-        ("[1]", "mapping"),
-    ],
-)
-def test_an_unusable_task_json_is_refused(tmp_path, content, message):
+# Data must not run code, so a task.json cannot name a verifier such as os:system.
+UNUSABLE_SETTINGS = r"""
+{"verifer": "exact"} -> task\.json may give .*verifer
+{"verifier": "exakt"} -> task\.json may give .*should be 'exact', 'gsm8k'
+{"verifier": "os:system"} -> a verifier \(exact, .*; one of your own is given by --verif
+{"verifier": "exact"} -> is exact, .* asks for a box: give another instr
+{"instruction": 7} -> valid string
+{"instruction": "\ud83d"} -> surrogates not allowed
+{"instruction": "Solve {question}."} -> a placeholder, '{question}': the pro
+{"verifier":  -> Expecting value
+[1] -> mapping
+"""
+
+
+@pytest.mark.parametrize("row", UNUSABLE_SETTINGS.strip().splitlines())
+def test_an_unusable_task_json_is_refused(tmp_path, row):
+    content, message = row.split(" -> ")
     write(tmp_path / "train.jsonl", *own("5"))
-    (tmp_path / "task.json").write_text(content)
+    write(tmp_path / "task.json", content)
     with pytest.raises(Refused, match=message) as said:
         load_task(str(tmp_path), "train")
     assert "\n" not in str(said.value) and "https" not in str(said.value)
 
 
+# One instruction a line.
+PLACEHOLDERS = r"""
+{question} | {{ prompt }} | {} | {0} | {q!r} | {q:.2f} | {% if %} | {item['q']}
+{row.get("q")} | %s | a %d | %(q)s | ${x} | $input | <problem> | <user_question>
+<the problem> | [your question] | [Insert question here] | \{question\} | <|prompt|>
+"""
+INSTRUCTIONS = r"""
+Use \boxed{}, \boxed {x} or $\frac{a}{b}$, x^{2} and \text{ cm}. | 100% x | 100%d
+Write <think> and your thoughts on the problem. | [your answer] | $\{1, 2\}$
+"""
+
+
 def test_an_instruction_with_a_placeholder_is_told_from_one_with_latex():
-    fine = [
-        r"Use \boxed{}, \boxed {x} or $\frac{a}{b}$, x^{2} and \text{ cm}.",
-        "100% x",
-    ]
-    bad = (
-        "{question},{{ prompt }},{},{0},{q!r},{% if %},%s,%(q)s,${x},$input,<problem>,"
-    )
-    bad += r"[your question],[Insert question here],\{question\},<|prompt|>"
-    assert not any(map(PLACEHOLDER.search, fine))
-    assert all(map(PLACEHOLDER.search, bad.split(",")))
+    for lines, is_bad in ((PLACEHOLDERS, True), (INSTRUCTIONS, False)):
+        for text in cells_of(lines):
+            assert bool(PLACEHOLDER.search(text)) == is_bad, text
 
 
 GOOD = '{"prompt": "1+1", "answer": "2"}\n'
@@ -364,65 +387,83 @@ def test_numbers_and_dates_are_read_as_they_are_written(number, tmp_path):
 
 # --- what a row must not have
 
-CHAT_TURNS = [{"role": "user", "content": "1+1"}]
+UNUSABLE_ROWS = r"""
+{"prompt": [{"role": "user"}]} -> prompt is not a text but .*'user'.*: write the turns
+{"answer": ["2"]} -> answer is not a text but \"\['2'\]\"
+{"answer": true} -> answer is not a text but 'True'
+{"answer": null, "solution": "2"} -> its solution marks no answer .*column \"answ
+{"answer": "1 and 1\nare 2."} -> several lines and marks no answer
+{"answer": "#### Step 1\n6*7 = 42"} -> several lines and marks no answer
+{"question": "What is 1+2?"} -> prompt, problem and question differ
+{"Options": ["2", "3"]} -> 'Options' holds a part of the problem
+{"decoded_image": "x.png"} -> 'decoded_image' holds a part
+{"(A)": "2", "url": "x", "(B)": "3"} -> '\(A\) \(B\)' holds a part
+{"1": "2", "2": "3", "3": "4"} -> '1 2' holds a part
+{"prompt": "<image>Find x."} -> its problem has '<image>'
+{"prompt": "<|im_start|>user\n1+1<|im_end|>"} -> has '<\|im_start\|>', which
+{"prompt": "<start_of_turn>user\n1+1"} -> has '<start_of_turn>'
+{"prompt": "<reserved_106>1+1"} -> has '<reserved_106>'
+{"prompt": "user<|im_sep|>1+1"} -> has '<\|im_sep\|>'
+{"prompt": "[INST] 1+1 [/INST]"} -> has '\[INST\]'
+{"prompt": "1+1\n\n### Response:\n"} -> has '### Response:'
+{"prompt": "1+1\n### Answer"} -> has '### Answer'
+{"prompt": "Query: 1+1\nResponse:"} -> has 'Response:'
+{"prompt": "Query: 1+1 ### Response:"} -> has '# Response:'
+{"prompt": "User: 1+1\nAssistant: <think>"} -> has 'Assistant: <think>'
+{"prompt": "[{\"role\": \"user\", \"content\": \"1+1\"}]"} -> has '\"role\":'
+"""
 
 
-@pytest.mark.parametrize(
-    "row, reason",
-    [
-        (
-            {"prompt": CHAT_TURNS},
-            "prompt is not a text but .*'user'.*: write the turns",
-        ),
-        ({"answer": ["2"]}, r"answer is not a text but \"\['2'\]\""),
-        ({"answer": True}, "answer is not a text but 'True'"),
-        (
-            {"answer": None, "solution": "2"},
-            r"its solution marks no answer .*column \"answ",
-        ),
-        ({"answer": "1 and 1\nare 2."}, "several lines and marks no answer"),
-        ({"answer": "#### Step 1\n6*7 = 42"}, "several lines and marks no answer"),
-        ({"answer": "2" * 301}, "has over 300 characters"),
-        ({"question": "What is 1+2?"}, "prompt, problem and question differ"),
-        # Columns that hold a part of the problem, in any spelling
-        ({"Options": ["2", "3"]}, "'Options' holds a part of the problem"),
-        ({"answer_choices": "A) 2"}, "'answer_choices' holds a part"),
-        ({"Incorrect Answer 1": "3"}, "'Incorrect Answer 1' holds a part"),
-        ({"opb": "3"}, "'opb' holds a part"),
-        ({"choice1": "3"}, "'choice1' holds a part"),
-        ({"(A)": "2", "(B)": "3", "(C)": "4"}, r"'\(A\) \(B\) \(C\)' holds a part"),
-        ({"decoded_image": "x.png"}, "'decoded_image' holds a part"),
-        ({"images": ["x.png"]}, "'images' holds a part"),
-        ({"Context": "1 is 2."}, "'Context' holds a part"),
-        ({"screenshot": "x.png"}, "'screenshot' holds a part"),
-        ({"wrong_answers": ["3"]}, "'wrong_answers' holds a part"),
-        # Pictures and turns of a chat in the text, for a model with other turns, too
-        ({"prompt": "<image>Find x."}, "its problem has '<image>'"),
-        ({"prompt": "<|im_start|>user\n1+1<|im_end|>"}, r"has '<\|im_start\|>', which"),
-        ({"prompt": "<start_of_turn>user\n1+1"}, "has '<start_of_turn>'"),
-        ({"prompt": "[INST] 1+1 [/INST]"}, r"has '\[INST\]'"),
-        ({"prompt": "### Instruction:\n1+1\n\n### Response:\n"}, "has '# Response:'"),
-        ({"prompt": "User: 1+1\nAssistant: <think>"}, "has 'Assistant: <think>'"),
-        ({"prompt": '[{"role": "user", "content": "1+1"}]'}, "has '\"role\":'"),
-    ],
-)
-def test_a_row_without_one_whole_problem_and_one_gold_is_refused(row, reason, load):
+@pytest.mark.parametrize("case", UNUSABLE_ROWS.strip().splitlines())
+def test_a_row_without_one_whole_problem_and_one_gold_is_refused(case, load):
+    row, reason = case.split(" -> ")
+    row = {"prompt": "1+1", "answer": "2"} | json.loads(row)
     with pytest.raises(Refused, match=f"1 of the 2 rows .* row 2: .*{reason}"):
-        load(GOOD.strip(), {"prompt": "1+1", "answer": "2"} | row)
+        load(GOOD.strip(), row)
+
+
+# The columns of a row, which hold a part of the problem or only facts about one.
+PARTS = """
+answer_choices | possible_answers | mc1_targets | mcq | endings | Incorrect Answer 1
+opb | choice1 | option_a | ans_1 | A, B | a, b, c | wrong_answers | candidates
+images | img_path | image_id | visual | svg | Context | Figure 1 | chart | screenshot
+"""
+FACTS = """
+num_images | chart_type | paragraph_id | topic_graph_theory | graph_theory | has_image
+geography | optional | adoption_year | visualized | context_length | tags_graph | a, b
+wrong_rate | n_choices | table | level | source | idea | A, c | body_temperature | mcmc
+"""
+
+
+def test_columns_that_hold_a_part_of_the_problem_are_told_from_facts_about_one():
+    for lines, is_part in ((PARTS, True), (FACTS, False)):
+        for columns in cells_of(lines):
+            row = {"prompt": "1+1", "answer": "2"}
+            refusal = pytest.raises(ValueError, match="holds a part of the problem")
+            with refusal if is_part else nullcontext():
+                problem_of(row, columns.split(", "), "math")
 
 
 def test_columns_that_are_not_read_are_named_once_with_their_rows(load, capsys):
     rows = own("1", "2", "3")
     rows[0] |= {"table": "1|2", "image": None, "choices": [], "a": 5, "b": 7}
-    rows[2] |= {"table": "3|4", "messages": CHAT_TURNS, "optional": "x"}
-    # Numbers about a part, and other words that contain the name of one
-    rows[1] |= dict.fromkeys("num_images chart_type paragraph_id geography".split(), 3)
+    rows[2] |= {"table": "3|4", "messages": [{"role": "user"}], "optional": "x"}
+    rows[1] |= {"num_images": 3}
     for _ in range(2):
         assert len(load(*rows).problems) == 3
     note = "of its 3 rows these columns are not read: table (2 rows), a (1 rows), b (1 "
-    note += "rows), num_images (1 rows), chart_type (1 rows), paragraph_id (1 rows), "
-    note += "geography (1 rows), messages (1 rows), optional (1 rows)\n"
+    note += "rows), num_images (1 rows), messages (1 rows), optional (1 rows)\n"
     assert capsys.readouterr().err.count(note) == 1
+    load(*own("1"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_gold_that_may_be_a_difference_or_a_range_is_pointed_out(load, capsys):
+    load(*own("10-15", "9 - 4", "1+5"), {"prompt": "2+3", "answer": "10-5"})
+    note = "t.jsonl: 2 answers, such as '10-15', are compared as text: write spaces"
+    assert note in capsys.readouterr().err
+    load(*own("10 - 15", "2"))
+    assert "compared as text" not in capsys.readouterr().err
 
 
 def test_equal_problems_with_different_golds_are_refused(load):
@@ -434,34 +475,38 @@ def test_equal_problems_with_different_golds_are_refused(load):
     assert len(load(rows[0], rows[0]).problems) == 2
 
 
-GOLDS_WITHOUT_ANSWER = r"""nan|None|null|N/A|N / A|n.a.|NA|-|—|?|Proof.|\text{N/A}|
-not found|(see solution)|No final answer was found.|no_answer|The proof is above.|
-Answers may vary.""".replace("\n", "")
-CONTAINERS = """["34"]|['$34$']|{"answer": "34"}|{'34'}|('34',)|(34,)|[34]|[]|b'34'|
-"34"|array(['34'], dtype=object)|array([34])|Fraction(1, 2)|Decimal('34')|
-np.float64(34.0)|deque([34])|tensor(34)|<answer>34</answer>""".replace("\n", "")
-ANSWERS = r"""Na|-5|no|[2,5]|[1,2,3]|(1,2)|\{1,2\}|<1,2>|f(2)|y^{''}|5'10"|A'|
-np.arcsin(1./2)|\emptyset|\text{None of these}|undefined|[0, 1)|x=[2]""".replace(
-    "\n", ""
-)
+GOLDS_WITHOUT_ANSWER = r"""
+nan | None | null | N/A | N / A | n.a. | NA | pd.NA | <NA> | NaT | - | — | ? | Proof.
+\text{N/A} | not found | (see solution) | No final answer was found. | no_answer
+[deleted] | The proof is above. | Answers may vary.
+"""
+CONTAINERS = """
+["34"] | ['$34$'] | {"answer": "34"} | {answer: 34} | {'34'} | ('34',) | (34,) | [34]
+[] | [true] | b'34' | "34" | array(['34'], dtype=object) | array([34]) | Fraction(1, 2)
+Decimal('34') | np.float64(34.0) | deque([34]) | tensor(34) | <answer>34</answer>
+Answer(34) | Result(value=34) | <Answer: 34>
+"""
+GOLDS = r"""
+Na | -5 | no | [2,5] | [1,2,3] | (1,2) | \{1,2\} | <1,2> | <x,y> | f(2) | Log(2) | A(3)
+y^{''} | 5'10" | A' | np.arcsin(1./2) | \emptyset | \text{None of these} | undefined
+[0, 1) | x=[2] | \{x: x>2\} | True | no solution | unknown | 12:30 | nat
+"""
 
 
 def test_golds_that_are_containers_or_say_that_there_is_no_answer_are_refused():
-    def reason_of(gold: str, verifier: str) -> str:
-        try:
-            return gold_of({"answer": gold, "solution": ""}, verifier)
-        except ValueError as error:
-            return str(error)
-
-    for verifier in ("math", "exact"):
-        for gold in GOLDS_WITHOUT_ANSWER.split("|"):
-            said = reason_of(gold, verifier)
-            assert said == f"its answer {gold!r} says that there is no answer"
-        for gold in CONTAINERS.split("|"):
-            said = reason_of(gold, verifier)
-            assert f"its answer {gold!r} is a list or another object as text" in said
-    for gold in ANSWERS.split("|"):
-        assert reason_of(gold, "math") == gold
+    for lines, fault in (
+        (GOLDS_WITHOUT_ANSWER, "says that there is no answer"),
+        (CONTAINERS, "is a list or another object as text"),
+        (GOLDS, None),
+    ):
+        for gold in cells_of(lines):
+            for verifier in ("math", "exact") if fault else ("math",):
+                try:
+                    said = gold_of({"answer": gold, "solution": ""}, verifier)
+                except ValueError as error:
+                    said = str(error)
+                sentence = f"its answer {gold!r} {fault}" if fault else gold
+                assert said.startswith(sentence)
 
 
 # --- verifiers of the user's own
@@ -471,26 +516,6 @@ def length_of_digits(responses: list[str], golds: list[str]) -> list[float]:
     """Give the length of a response of digits, as a share of the gold's length."""
     pairs = zip(responses, golds, strict=True)
     return [len(text) * text.isdigit() / len(gold) for text, gold in pairs]
-
-
-def of_trl(prompts: list, completions: list, **others: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
-def of_verl(data_source, solution_str, ground_truth, extra_info=None) -> float:
-    return 1.0
-
-
-def of_one_response(response: str, gold: str) -> float:
-    return 1.0
-
-
-def of_chat_turns(completions: list, answer: list, **others: Any) -> list[float]:
-    return [float(turns[0]["content"] == "") for turns in completions]
-
-
-def with_a_penalty(responses: list, golds: list) -> list[float]:
-    return [-1.0] * len(golds)
 
 
 def test_a_verifier_of_ones_own_gets_whole_golds_and_gives_parts_of_a_reward(load):
@@ -506,29 +531,45 @@ def test_a_verifier_of_ones_own_gets_whole_golds_and_gives_parts_of_a_reward(loa
         compute_rewards(dataset, [0, 1], ["1", "123"])
 
 
-@pytest.mark.parametrize(
-    "verifier, reason",
-    [
-        ("test_tasks:of_trl", "its parameters begin with prompts completions"),
-        ("test_tasks:of_verl", "its parameters begin with data_source solution_str"),
-        ("test_tasks:of_one_response", "fails on the response '' .*not iterable"),
-        ("test_tasks:of_chat_turns", "fails on the response '' .*index out of range"),
-        (
-            "test_tasks:with_a_penalty",
-            r"fails .*it gave \[-1.0\], not a number in \[0, 1",
-        ),
-        ("test_tasks:nowhere", "no attribute 'nowhere'"),
-        ("exakt", "No module named 'exakt'"),
-    ],
-)
+# A function that does not take responses and golds, and why it is refused.
+BAD_VERIFIERS = r"""
+f(prompts, completions, **others): return [1.0, 1.0] -> begin with prompts completions
+f(data_source, solution_str, ground_truth): return 1.0 -> begin with data_source solut
+f(queries, prompts, labels): return [1.0, 1.0] -> begin with queries prompts
+f(golds, responses): return [1.0, 1.0] -> begin with golds responses
+f(y_true, y_pred): return [1.0, 1.0] -> begin with y_true y_pred
+f(completions, *, answer): return [1.0, 1.0] -> takes 1 positional argument but 2 were
+f(response, gold): return 1.0 -> fails on the response '' .*not iterable
+f(texts, golds): return [float(t[0]["x"]) for t in texts] -> the response '' .*out of r
+f(texts, golds): return [-1.0] * len(golds) -> fails .*it gave \[-1.0\], not a number in
+f(texts, golds): return [None] * len(golds) -> fails .*not 'NoneType'
+g(texts, golds): return [1.0, 1.0] -> no attribute 'f'
+"""
+
+
+@pytest.mark.parametrize("case", BAD_VERIFIERS.strip().splitlines())
 def test_a_verifier_that_cannot_score_is_refused_before_anything_is_built(
-    verifier, reason, load
+    case, load, tmp_path, monkeypatch
 ):
-    dataset = load(*own("7"), verifier=verifier)
-    with pytest.raises(
-        Refused, match=f"--verifier {verifier}: .*{reason}.*; give exact,"
-    ):
+    function, reason = case.split(" -> ")
+    write(tmp_path / "mine.py", f"def {function}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    dataset = load(*own("7"), verifier="mine:f")
+    with pytest.raises(Refused, match=f"--verifier mine:f: .*{reason}.*; give exact,"):
         check_verifier(dataset)
+
+
+GOOD_VERIFIERS = """
+answers, golds | samples, golds | texts, expected_outputs | a, references | x, y
+"""
+
+
+def test_a_verifier_may_give_its_two_parameters_any_names(load, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, parameters in enumerate(cells_of(GOOD_VERIFIERS)):
+        write(tmp_path / f"ok{number}.py", f"def f({parameters}): return [0.0, 0.5]")
+        check_verifier(load(*own("7"), verifier=f"ok{number}:f"))
 
 
 @pytest.mark.parametrize("script", ["train", "eval"])
@@ -553,34 +594,25 @@ CHAT = "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
+# With `pattern`, a tokenizer adds special tokens to a text. Those with which a template
+# begins a prompt are not doubled, and no prompt ends with the end of sequence.
 @pytest.mark.parametrize(
-    "template, instruction, text",
+    "template, pattern, instruction, text",
     [
-        (CHAT, "Think.", "<user>Think.\n\n1+1<assistant>"),
-        (CHAT, None, "<user>1+1<assistant>"),
-        ("{{ strftime_now('%Y%m%d') }}", None, "20260101"),  # on any day
-        (None, "Think.", "Think.\n\n1+1\n\nSolution:"),
-        (None, None, "1+1\n\nSolution:"),
+        (CHAT, "$A", "Think.", "<user>Think.\n\n1+1<assistant>"),
+        (CHAT, "$A", None, "<user>1+1<assistant>"),
+        ("{{bos_token}}" + CHAT, "<s> $A", None, "<s><user>1+1<assistant>"),
+        ("{{ strftime_now('%Y%m%d') }}", "$A", None, "20260101"),  # on any day
+        (None, "$A", "Think.", "Think.\n\n1+1\n\nSolution:"),
+        (None, "<s> $A", None, "<s>1+1\n\nSolution:"),
+        (None, "<s> $A </s>", None, "<s>1+1\n\nSolution:"),
     ],
 )
 def test_a_prompt_follows_the_chat_template_if_there_is_one(
-    template, instruction, text
+    template, pattern, instruction, text
 ):
-    tokenizer = tokenizer_with(template)
+    tokenizer = tokenizer_with(template, pattern)
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1", instruction)) == text
-
-
-@pytest.mark.parametrize("pattern", ["<s> $A", "<s> $A </s>"])
-def test_the_prompt_of_a_base_model_begins_with_its_bos_token(pattern):
-    # A tokenizer may also append its end-of-sequence token, with which no prompt ends.
-    tokenizer = tokenizer_with(None, pattern)
-    assert tokenizer.decode(encode_prompt(tokenizer, "1+1")) == "<s>1+1\n\nSolution:"
-
-
-def test_a_bos_token_in_the_chat_template_is_not_doubled():
-    tokenizer = tokenizer_with("{{bos_token}}" + CHAT, "<s> $A")
-    token_ids = encode_prompt(tokenizer, "1+1")
-    assert tokenizer.decode(token_ids) == "<s><user>1+1<assistant>"
 
 
 def test_a_limit_takes_the_first_problems_and_their_prompts(load):
