@@ -36,17 +36,9 @@ def cells_of(source: str) -> list[NotebookNode]:
 def execute(notebook: NotebookNode) -> None:
     """Run all cells in a new kernel. Raises CellExecutionError if one fails."""
     folder = {"metadata": {"path": str(HERE)}}
-    NotebookClient(notebook, timeout=SECONDS, resources=folder).execute()
-
-
-def kept_outputs(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Return a cell's outputs: what it printed as one text, without warnings."""
-    printed = [output.text for output in outputs if output.get("name") == "stdout"]
-    kept = [output for output in outputs if output.output_type != "stream"]
-    if printed:
-        text = "".join(printed)
-        kept.insert(0, nbformat.v4.new_output("stream", name="stdout", text=text))
-    return kept
+    NotebookClient(
+        notebook, timeout=SECONDS, resources=folder, coalesce_streams=True
+    ).execute()
 
 
 def main() -> None:
@@ -55,7 +47,10 @@ def main() -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times, which differ in every build
         if cell.cell_type == "code":
-            cell.outputs = kept_outputs(cell.outputs)
+            # Warnings go to stderr.
+            cell.outputs = [
+                each for each in cell.outputs if each.get("name") != "stderr"
+            ]
     nbformat.write(notebook, NOTEBOOK)
 
 

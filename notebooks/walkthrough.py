@@ -9,7 +9,7 @@
 # - Sections 3 and 4 measure how far off-policy the batch is.
 # - Sections 5 and 6 compute both terms of the loss, and the weight of every token.
 # - Sections 7 and 8 update the policy, and use the same batch again as stale data.
-# - Sections 9 and 10 sample a hot batch, at temperature 1.4.
+# - Section 9 samples a hot batch, at temperature 1.4.
 #
 # Equation numbers are those of the paper (arXiv 2605.12380). All imports from this
 # repository are functions that the trainer itself uses.
@@ -297,24 +297,6 @@ print(f"5% of the positions have {share:.0%} of the KL")
 colored(kl.detach(), 1.0, rollouts, rows)
 
 # %% [markdown]
-# How do other objectives weight the same stale batch? The table has those tokens of the
-# wrong response whose ratio is farthest from 1. In a wrong answer GRPO drops a token
-# whose ratio is below 0.8. REINFORCE gives every token the weight A.
-
-# %%
-row = rows[1]
-log_ratio = (logp - rollouts.logp_behavior).detach()[row]
-a = advantage[row].item()
-farthest = log_ratio.abs().argsort(descending=True)[:8].sort().values.tolist()
-print("    t token    rho  REINFORCE     GRPO  P3O, first term")
-for column in farthest:
-    token = tokenizer.decode(rollouts.tokens[row, rollouts.prompt_length[row] + column])
-    rho = log_ratio[column].exp().item()
-    grpo = 0.0 if rho < 0.8 else rho * a
-    capped = min(rho, stale_ess) * a
-    print(f"{column:5} {token!r:6} {rho:6.3f} {a:10.3f} {grpo:8.3f} {capped:10.3f}")
-
-# %% [markdown]
 # ## 9. A hot batch
 #
 # We copy the new weights to the engine and sample at temperature 1.4. Engine and policy
@@ -337,37 +319,11 @@ assert hot_ess[1.0] > 0.999 > hot_ess[1.4]
 
 # %% [markdown]
 # The ratio is low (red) at tokens that the policy would rarely choose: the higher
-# temperature put them there.
+# temperature put them there. The pull of the KL toward such a batch raises the entropy
+# of the policy (docs/method.md).
 
 # %%
 colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
-
-# %% [markdown]
-# ## 10. What the KL pulls at in a hot batch
-#
-# Here pi_b is a copy of pi_theta at temperature T, and we know the direction of the
-# pull toward it. At every position, with H the entropy of pi_theta,
-#
-# $$\nabla \mathrm{KL}(\pi_\theta \| \pi_b)
-# = -\left(1 - \tfrac{1}{T}\right) \nabla H(\pi_\theta)$$
-#
-# because log pi_b is log pi_theta / T minus a constant. For T > 1 the pull raises the
-# entropy of pi_theta; for T < 1 it lowers it. The target moves: if pi_theta gets
-# hotter, so does the copy of it that samples the next batch.
-
-# %%
-T = 1.4
-logits = torch.randn(20, dtype=torch.float64, requires_grad=True)
-log_policy = logits.log_softmax(dim=0)
-log_behavior = (logits / T).log_softmax(dim=0).detach()
-entropy = -(log_policy.exp() * log_policy).sum()
-(grad_kl,) = torch.autograd.grad(
-    kl_divergence(log_policy, log_behavior), logits, retain_graph=True
-)
-(grad_entropy,) = torch.autograd.grad(entropy, logits)
-gap = (grad_kl + (1 - 1 / T) * grad_entropy).abs().max()
-print(f"largest entry of the gradient {grad_kl.abs().max():.4f}, difference {gap:.1e}")
-assert gap < 1e-12
 
 # %% [markdown]
 # ## Summary
@@ -379,4 +335,5 @@ assert gap < 1e-12
 # - P3O drops no token: min(rho, e_B) A is 0 only if A is 0.
 #
 # Every run of `train.py` draws e_B by step in the third panel of its `curves.png`.
-# `study/README.md` compares the objectives on stale, hot and other off-policy data.
+# `study/README.md` compares the objectives on stale, hot and other off-policy data, and
+# docs/objectives.md shows how each weights a token.
