@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from support.command import Refused, Stopped
-from support.models import model_folder, turn_end_tokens
+from support.models import load_tokenizer, model_folder, turn_end_tokens
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Engine:
             unlink_shared_memory()
             # vLLM's message queue between these ranks is not used here, either.
             distributed.get_tp_group().mq_broadcaster = None
-        self.tokenizer = self.llm.get_tokenizer()
+        self.tokenizer = load_tokenizer(model)
         # A base model with a chat template may not stop at the end of its turn.
         self.turn_end_tokens = turn_end_tokens(self.tokenizer)
 

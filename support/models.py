@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import load_torch_model, snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
@@ -123,11 +128,7 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     try:
         # A model folder is data: code that comes with it is never run.
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # Mistral's own tokenizer format has no chat template, so its models would be
-        # taken for base models.
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, mistral_format=False
-        )
+        tokenizer = load_tokenizer(folder)
     except Exception as error:  # tokenizers has its own exceptions
         reason, *_ = one_line(error).split(". ")
         raise Refused(f"{model} is not a model that can be read: {reason}") from None
@@ -148,6 +149,22 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
         )
     check_weights(model, folder, config)
     return tokenizer, text_config
+
+
+def load_tokenizer(folder: str) -> Any:
+    """Return the tokenizer of a model folder, as tokenizer.json describes it.
+
+    For some types AutoTokenizer builds another one from the same files. With those of
+    DeepSeek-V3, transformers 5.19 loses all spaces if the type is llama, and divides
+    numbers into other tokens if it is qwen2.
+    """
+    if Path(folder, "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+    # Mistral's own tokenizer format has no chat template, so its models would be taken
+    # for base models.
+    return AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False, mistral_format=False
+    )
 
 
 def check_trainable(model: str, config: Any) -> None:

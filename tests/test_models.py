@@ -14,12 +14,19 @@ from config_fields import SIZE
 from conftest import ROOT, refusal_of
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer
 
 import eval
 import train
 from support.command import Refused
-from support.models import TRAINABLE, check_model, check_trainable, turn_end_tokens
+from support.models import (
+    TRAINABLE,
+    check_model,
+    check_trainable,
+    load_tokenizer,
+    turn_end_tokens,
+)
 
 FILE = "model.safetensors"
 SHARD = "model-00002-of-00003.safetensors"
@@ -263,6 +270,27 @@ def test_a_field_is_refused_by_name_only_for_the_types_in_which_it_makes_a_diffe
     refused = pytest.raises(Refused, match=re.escape(sentence.strip()))
     with refused if sentence else nullcontext():
         check_trainable("FOLDER", config)
+
+
+# The tokenizer
+
+
+def test_the_tokenizer_is_the_one_that_tokenizer_json_describes(folder):
+    # AutoTokenizer would read it as a LlamaTokenizer, which loses the blanks.
+    written = Tokenizer(models.BPE())
+    written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    written.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    written.train_from_iterator(
+        ["12 + 7 = 19"], trainers.BpeTrainer(initial_alphabet=alphabet)
+    )
+    written.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(str(folder))
+    text = "Is 12 + 7 = 19?"
+    assert tokenizer.encode(text) == written.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 # The end of a turn
