@@ -403,7 +403,7 @@ test_loop.test_a_partial_reward_is_not_a_solved_problem
 a partial reward counts as a correct sample
 eval.main
 - each["rewards"].count(1.0)
-+ sum(each["rewards"])
++ sum(map(bool, each["rewards"]))
 test_loop.test_a_partial_reward_is_not_a_solved_problem
 
 the fp8 copy of the policy is evaluated
