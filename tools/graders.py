@@ -8,6 +8,15 @@ The other graders are installed beside the environment and found by PYTHONPATH:
         math-verify==0.9.0 verl==0.9.1 mathruler==0.1.0 pylatexenc==2.11
     PYTHONPATH=others python tools/graders.py math_verify
 
+That of Qwen2.5-Math is in no package, and needs an older sympy in a folder of its own:
+
+    pip install --no-deps --target older sympy==1.12 mpmath==1.3.0 \
+        antlr4-python3-runtime==4.11.1 word2number==1.1
+    git clone https://github.com/QwenLM/Qwen2.5-Math
+    git -C Qwen2.5-Math checkout a45202bd16f1ec06f433442dc1152d0074773465
+    CODE=Qwen2.5-Math/evaluation
+    PYTHONPATH=$CODE:$CODE/latex2sympy:older python tools/graders.py qwen_math
+
 A line of the file has a gold answer, an answer, and whether that answer is right.
 """
 
@@ -44,6 +53,14 @@ def mathruler() -> Callable[[str, str], bool]:
     from mathruler.grader import extract_boxed_content, grade_answer
 
     return lambda gold, box: grade_answer(extract_boxed_content(box), gold)
+
+
+def qwen_math() -> Callable[[str, str], bool]:
+    """Return the grader of Qwen2.5-Math, from the folder evaluation/ of its code."""
+    from grader import math_equal
+    from parser import extract_answer, strip_string
+
+    return lambda gold, box: math_equal(extract_answer(box, "math"), strip_string(gold))
 
 
 def verdicts_of(grader: str, golds: list[str], boxes: list[str]) -> list[bool]:
