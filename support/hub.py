@@ -13,7 +13,7 @@ from support.command import one_line
 COMMITS: dict[str, str] = {}
 # What the text of an error means, and what the user can do. The first match counts.
 FAILURES = {
-    r"Errno (13|27|28|30|122)\b": (
+    r"Errno (2|13|20|27|28|30|122)\b": (
         "the cache cannot be written: free space, or set HF_HOME (and "
         "HF_DATASETS_CACHE, for datasets) to a folder on another disk"
     ),

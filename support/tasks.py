@@ -51,12 +51,6 @@ MATH500 = "HuggingFaceH4/MATH-500 test"
 # loaded none of them from the hub. The data cards of gsm8k, deepscaler, aime2024 and
 # amo-bench confirm theirs.
 TASKS = {
-    "tiny": Task(
-        train=ROOT / "tiny/train.jsonl",
-        heldout=ROOT / "tiny/heldout.jsonl",
-        verifier="exact",
-        instruction=None,
-    ),
     "gsm8k": Task("openai/gsm8k train main", "openai/gsm8k test main", "gsm8k"),
     "math": Task("DigitalLearningGmbH/MATH-lighteval train", MATH500),
     "math500": Task(None, MATH500),
@@ -134,7 +128,7 @@ PLACEHOLDER = re.compile(
 
 @functools.cache
 def task_of(name_or_path: str) -> Task:
-    """Return the task of this name in TASKS, or the one that the user's data make up.
+    """Return the task of this name in TASKS, tiny, or the one of the user's data.
 
     The user's data are a folder with train.jsonl and heldout.jsonl, a JSONL file, which
     is both splits, or a hub dataset owner/name[@revision] with the splits train and
@@ -145,7 +139,7 @@ def task_of(name_or_path: str) -> Task:
     """
     if name_or_path in TASKS:
         return TASKS[name_or_path]
-    path = Path(name_or_path)
+    path = ROOT / "tiny" if name_or_path == "tiny" else Path(name_or_path)
     if path.is_dir():
         train, heldout = path / "train.jsonl", path / "heldout.jsonl"
     elif path.is_file():
@@ -158,7 +152,7 @@ def task_of(name_or_path: str) -> Task:
     else:
         raise Refused(
             f"there is no task {name_or_path!r}: give a file, a folder, a hub dataset, "
-            f"or one of {', '.join(TASKS)}"
+            f"or one of {', '.join(['tiny', *TASKS])}"
         )
     settings = train.with_name("task.json")
     try:
@@ -232,11 +226,11 @@ def load_task(
             f"{source}: of its {len(rows)} rows these columns are not read: {counts}"
         )
     golds = [problem["answer"] for problem in problems]
-    dashed = [gold for gold in golds if re.fullmatch(r"\d+-\d+", gold)]
+    dashed = re.search(r"(?m)^\d+-\d+$", "\n".join(golds))
     if dashed and verifier == "math":
         say_once(
-            f"{source}: {len(dashed)} answers, such as {dashed[0]!r}, are compared as "
-            "text: write spaces around the minus sign of a difference"
+            f"{source}: an answer such as {dashed[0]!r} is compared as text: write "
+            "spaces around the minus sign of a difference"
         )
     return problems
 
@@ -314,13 +308,14 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
     texts = dict.fromkeys(COLUMNS, "")
     for column in COLUMNS:
         value = row.get(column)
-        # The numbers of a hub dataset are answers, but true and NaN are not.
-        if type(value) in (str, int, float):
-            texts[column] = str(value) if value == value else ""
-        elif value is not None:
+        # The numbers of a hub dataset are answers, but true and NaN are not, and a
+        # large integer has lost digits if it was read as a float.
+        if type(value) in (str, int) or type(value) is float and abs(value) < 2**53:
+            texts[column] = str(value)
+        elif value == value is not None:
             raise ValueError(
-                f"its {column} is not a text but {str(value)[:60]!r}: write the turns "
-                "of a chat, or a list, as one text"
+                f"its {column} is not a text but {str(value)[:60]!r}: write a large "
+                "number, the turns of a chat, or a list as one text"
             )
     prompts = {texts[column].strip() for column in PROBLEM_COLUMNS} - {""}
     if len(prompts) != 1:

@@ -1,6 +1,7 @@
 """How problems are loaded, which of them are refused, and how prompts are made."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -388,7 +389,7 @@ def test_numbers_and_dates_are_read_as_they_are_written(number, tmp_path):
 # --- what a row must not have
 
 UNUSABLE_ROWS = r"""
-{"prompt": [{"role": "user"}]} -> prompt is not a text but .*'user'.*: write the turns
+{"prompt": [{"role": "user"}]} -> not a text but .*'user'.*: write .*the turns
 {"answer": ["2"]} -> answer is not a text but \"\['2'\]\"
 {"answer": true} -> answer is not a text but 'True'
 {"answer": null, "solution": "2"} -> its solution marks no answer .*column \"answ
@@ -420,6 +421,18 @@ def test_a_row_without_one_whole_problem_and_one_gold_is_refused(case, load):
     row = {"prompt": "1+1", "answer": "2"} | json.loads(row)
     with pytest.raises(Refused, match=f"1 of the 2 rows .* row 2: .*{reason}"):
         load(GOOD.strip(), row)
+
+
+def test_a_number_of_the_hub_is_a_gold_unless_its_digits_may_be_lost():
+    for number in 12345678901234567891, 0.5, 2.0**53 - 1, -3:
+        gold = problem_of({"prompt": "1+1", "answer": number}, [], "math")["answer"]
+        assert gold == str(number)
+    for number, said in (
+        (2.0**53, "not a text but '9007199254740992.0': write a lar"),
+        (math.nan, "it has no answer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            problem_of({"prompt": "1+1", "answer": number}, [], "math")
 
 
 # The columns of a row, which hold a part of the problem or only facts about one.
@@ -460,7 +473,7 @@ def test_columns_that_are_not_read_are_named_once_with_their_rows(load, capsys):
 
 def test_a_gold_that_may_be_a_difference_or_a_range_is_pointed_out(load, capsys):
     load(*own("10-15", "9 - 4", "1+5"), {"prompt": "2+3", "answer": "10-5"})
-    note = "t.jsonl: 2 answers, such as '10-15', are compared as text: write spaces"
+    note = "t.jsonl: an answer such as '10-15' is compared as text: write spaces"
     assert note in capsys.readouterr().err
     load(*own("10 - 15", "2"))
     assert "compared as text" not in capsys.readouterr().err
