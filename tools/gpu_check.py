@@ -152,6 +152,9 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
             statistics["without a sync"] = update(
                 policy, optimizer, p3o, rollouts, rows, cfg, step
             )
+        sampled = phases[f"rollout {step}"]["tokens"] = int(rollouts.mask.sum())
+        prompts = int(rollouts.prompt_length.sum())
+        phases[f"update {step}"]["tokens"] = sampled + prompts
         with phase(phases, f"sync {step}"):
             engine.wake_up()
             sync(engine, policy, step, [])
