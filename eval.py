@@ -232,7 +232,9 @@ def write_samples(
     print(f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens")
     texts = [text for each in results for text in each["responses"]]
     if unmarked := np.mean([split.is_unmarked(text) for text in texts]):
-        print(f"{task}: {unmarked:.0%} of them have neither \\boxed{{}} nor ####")
+        print(
+            f"{task}: {unmarked:.0%} of the responses have neither \\boxed{{}} nor ####"
+        )
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ class Policy(torch.nn.Module):
         only to positions that predict a response token, CHUNK of them at a time. The
         backward pass computes their logits again, so no logits are kept.
         """
-        # The hooks of build_policy read these. With gradient checkpointing they run
-        # again in the backward pass, so it has to precede the next forward pass.
+        # The hooks of build_policy read these. With gradient checkpointing the hooks
+        # run again in the backward pass, so this has to precede the next forward pass.
         self.index, self.computed = distinct_tokens(rollouts.tokens)
         output = self.model.base_model(
             # Right padding needs no attention mask, because no token sees a later one.
@@ -102,7 +102,7 @@ class Policy(torch.nn.Module):
 
 
 def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
-    """Find the S tokens that have to be computed, in [N, L] with -1 as padding.
+    """Find the S tokens that have to be computed; tokens is [N, L], padded with -1.
 
     The hidden state of a token depends only on the tokens up to it. If the row above
     begins with the same tokens, the state is not computed again. Responses to the same
@@ -115,7 +115,7 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     """
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
-    # The numbers grow from row to row, so the maximum is that of the last computed row.
+    # Numbers grow from row to row, so the largest so far is the last one computed.
     number = is_computed.flatten().cumsum(dim=0).view_as(tokens) * is_computed
     index = (number.cummax(dim=0).values - 1).clamp(min=0)
     return index, is_computed.nonzero(as_tuple=True)
@@ -175,9 +175,12 @@ def build_policy(
             module.register_forward_pre_hook(
                 lambda _, inputs: inputs[0][policy.computed]
             )
-            # The gradient of output[policy.index] would add up in any order.
+            # Its gradient adds up in float32, in the same order in every run. That of
+            # output[policy.index] would not.
             module.register_forward_hook(
-                lambda _, inputs, output: embedding(policy.index, output)
+                lambda _, inputs, output: embedding(policy.index, output.float()).to(
+                    output.dtype
+                )
             )
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,

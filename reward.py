@@ -87,8 +87,8 @@ def compute_rewards(
     """Return the reward of each response to the problems with these indices.
 
     All problems have equally many responses, and those of a problem are adjacent. If
-    the prompt ends with the opening tag of a thought, each response begins with it.
-    Raises Stopped if the judge or the user's own verifier fails.
+    the prompt ends with the opening tag of a thought, the tag is put before each
+    response. Raises Stopped if the judge or the user's own verifier fails.
     """
     samples = len(responses) // len(indices)
     whole = [dataset.opened + response for response in responses]

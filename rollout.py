@@ -189,7 +189,7 @@ class Engine:
             raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}{hint}") from None
         if tp > 1 and not cuda:
             unlink_shared_memory()
-            # vLLM's message queue between these ranks is not used here, either.
+            # Nor is vLLM's message queue between these ranks used here.
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = load_tokenizer(model)
         # A base model with a chat template may not stop at the end of its turn.

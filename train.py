@@ -253,7 +253,8 @@ def find_objective(
 class Run:
     """Holds what main needs: data, engines, policy, optimizer, log and queue.
 
-    With --resume they have the state of the newest checkpoint.
+    With --resume, the policy, the optimizer and the queue are those of the newest
+    checkpoint.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -269,7 +270,7 @@ class Run:
         check_same_on_ranks(self.train, self.heldout)
         self.out = make_out_dir(cfg, changed)
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
-        self.engine.sleep()  # The policy is built in the engine's memory.
+        self.engine.sleep()  # The policy is built in memory that the engine lends.
         with self.engine.as_current():
             self.policy = build_policy(
                 cfg.model,
@@ -284,13 +285,15 @@ class Run:
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # The last step that was completed, its metrics without its evaluation, and the
-        # rollout batches that were sampled ahead.
-        self.step, self.metrics, queue = load_checkpoint(
+        # The last step that was completed, its metrics (with an evaluation if that was
+        # logged), the rollout batches sampled ahead, and the rows logged before.
+        self.step, self.metrics, queue, rows = load_checkpoint(
             self.out, self.policy, self.optimizer
         )
         self.queue = deque(Rollouts(**fields) for fields in queue)
-        self.log = Log(self.out, self.tokenizer, cfg.group_size, cfg.steps, self.train)
+        self.log = Log(
+            self.out, self.tokenizer, cfg.group_size, cfg.steps, self.train, rows
+        )
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
@@ -352,8 +355,8 @@ def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
     """Save the model after the last step; evaluate the policy if that is due.
 
     Returns the held-out accuracies, or {} without an evaluation. The model is saved
-    first, because an evaluation may fail. A resumed run begins with this call, for the
-    step of its checkpoint. A collective.
+    first, because an evaluation may fail. Every run begins with this call: for step 0,
+    or for the step of the checkpoint from which it resumes. A collective.
     """
     policy = run.policy
     if step == cfg.steps:
@@ -402,10 +405,11 @@ def micro_batches(
 ) -> list[Rollouts]:
     """Divide these rows into micro-batches of at most max_tokens, padding included.
 
-    Only a single response may be longer. FSDP needs all ranks in every forward pass, so
-    the longest sequence of all ranks determines the responses of a micro-batch. Because
-    Config gives all ranks equally many rows, they then have equally many micro-batches.
-    Responses are divided by the power of two below their length, which limits the
+    Only a micro-batch of a single response may exceed it. FSDP needs all ranks in every
+    forward pass, so the longest sequence of all ranks determines the responses of a
+    micro-batch. Because Config gives all ranks equally many rows, they then have
+    equally many micro-batches.
+    Responses are grouped by the power of two below their length, which limits the
     padding. Within a micro-batch they keep their order, so that most responses to a
     prompt are neighbors, as policy.distinct_tokens needs. A collective.
     """
@@ -421,8 +425,8 @@ def micro_batches(
 def max_micro_batch_tokens(cfg: Config, model_config: Any) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU if activations are too large.
 
-    On a CPU smaller micro-batches are as fast, but for the forward pass without a
-    gradient that all but the last one need.
+    On a CPU smaller micro-batches are as fast, except that all but the last one need a
+    second forward pass.
     """
     if torch.cuda.is_available() or cfg.gradient_checkpointing:
         return cfg.micro_batch_tokens

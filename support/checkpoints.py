@@ -44,7 +44,8 @@ def checkpoints(out: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run by their step, the newest last."""
     folders = {
         int(path.name[5:]): path
-        for path in (out / "checkpoints").glob("step-[0-9]*[0-9]")
+        for path in (out / "checkpoints").glob("step-*")
+        if re.fullmatch(r"step-\d{6,}", path.name)
     }
     return dict(sorted(folders.items()))
 
@@ -54,7 +55,7 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
 
     Raises Refused if out_dir is taken, or if --resume cannot continue the run in it.
     Without a checkpoint --resume starts the run, so that one command serves the first
-    start and all later ones. It starts again a run that was killed before its first
+    start and all later ones. It restarts a run that was killed before its first
     checkpoint, but overwrites nothing of a run with another configuration. After this
     call, the hub is read at the commits that the run has read.
     """
@@ -249,8 +250,11 @@ def save_checkpoint(
         own = {
             "metrics": metrics,
             "queue": [vars(batch) for batch in queue],
-            "rows": {name: (out / name).read_text() for name in ROW_FILES},
         }
+        if rank == 0:
+            own["rows"] = {
+                name: (out / name).read_text(errors="replace") for name in ROW_FILES
+            }
         torch.save(own, unfinished / f"rank-{rank}.pt")
         dist.barrier()
         if rank == 0:
@@ -269,43 +273,40 @@ def save_checkpoint(
 
 def load_checkpoint(
     out: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[int, dict[str, Any], list[dict[str, Any]], dict[str, str]]:
     """Restore policy and optimizer in place, from the newest complete checkpoint.
 
-    Returns its step, the metrics of that step, and the fields of the rollouts that no
-    step has used: a run resumed at lag 4 continues with the batches that it had sampled
-    ahead. Without a checkpoint these are step 0, its metrics, and no rollouts. Also
-    restores metrics.jsonl and samples.jsonl. Raises Refused if the checkpoint cannot be
-    read. A collective.
+    Returns its step, the metrics of that step, the fields of the rollouts that no step
+    has used, and, on rank 0, the rows of metrics.jsonl and samples.jsonl before it. A
+    run resumed at lag 4 continues with the batches that it had sampled ahead. Without a
+    checkpoint these are step 0, its metrics, and nothing. Raises Refused if the
+    checkpoint cannot be read. A collective.
     """
     newest = [max(checkpoints(out).items(), default=(0, out))]
     dist.broadcast_object_list(newest)
     [(step, checkpoint)] = newest
     if step == 0:
-        return 0, {"step": 0}, []
+        return 0, {"step": 0}, [], {}
     rank = dist.get_rank()
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
     try:
         dcp.load(state, checkpoint_id=checkpoint)
         own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
-        if rank == 0:
-            # The row of the step was written after the checkpoint. If it is there, it
-            # may have an evaluation to keep.
-            log = out / "metrics.jsonl"
-            text = log.read_text(errors="replace") if log.exists() else ""
-            if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
-                with suppress(ValueError):  # A kill may have damaged it.
-                    own["metrics"] |= json.loads(row[0])
-            for name, content in own["rows"].items():
-                (out / name).write_text(content)
+        # The row of the step was written after the checkpoint. If it is there, it may
+        # have an evaluation to keep.
+        log = out / "metrics.jsonl"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
+            with suppress(ValueError):  # A kill may have damaged it.
+                own["metrics"] |= json.loads(row[0])
     except (CheckpointException, Exception) as error:  # torch raises many types.
         raise Refused(
-            f"--resume: {checkpoint} cannot be read: {last_line(error)}; remove it to "
-            "continue from the one before"
+            f"--resume: {checkpoint} cannot be read: {last_line(error)}; move it away "
+            "to continue from the one before"
         ) from error
     set_state_dict(policy, optimizer, **state)
-    return step, own["metrics"], own["queue"]
+    return step, own["metrics"], own["queue"], own.get("rows", {})
 
 
 def publish(unfinished: Path, folder: Path) -> None:

@@ -98,7 +98,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text()
-        fields = yaml.load(text, yaml.BaseLoader)  # all values as texts, as in flags
+        fields = yaml.safe_load(text)
         if not isinstance(fields, dict):
             raise ValueError("write `name: value`, one per line")
         if len(yaml.compose(text).value) > len(fields):
@@ -111,7 +111,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         # This is the config.json of a run; the new run gets its own folder.
         for name in ("environment", "commits", "ranks", "out_dir"):
             fields.pop(name, None)
-    return fields
+    return {str(name): value for name, value in fields.items()}
 
 
 def one_line(error: Exception) -> str:

@@ -48,7 +48,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class Log:
     group_size: int
     steps: int  # of the whole run
     dataset: Dataset  # the problems trained on
+    # What a resumed run has to restore, by file: the rows before its checkpoint.
+    rows: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -123,6 +125,10 @@ class Log:
         """
         if dist.get_rank() > 0:
             return
+        # Not earlier, so that a resume that fails at its start changes nothing.
+        for name, text in self.rows.items():
+            (self.out / name).write_text(text)
+        self.rows = {}
         step = metrics["step"]
         append_row(self.out / "metrics.jsonl", metrics)
         line = f"step {step:4d}"

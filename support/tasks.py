@@ -77,7 +77,8 @@ PART_OF_PROBLEM = re.compile(
     r"(?-i:\W?[A1]\W?\n\W?[B2]\W?)|\W?a\W?\n\W?b\W?\n\W?c\W?|"
     r"(?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)|"
     # pictures and other media, perhaps by their id: decoded_image, img_path, visual
-    r".*(?:image|img|picture|screenshot|pixel|audio|video|visual(?!i)).*|jpe?g|png|svg|"
+    r".*(?:image|img|picture|screenshot|pixel|audio|video).*|(?:.*_)?visuals?|"
+    r"jpe?g|png|svg|"
     # drawings and texts that the problem is about: Figure 1, but not geography
     r"(?!.*_id$)(?:.*[^a-z\n])?(?:figure|photo|diagram|drawing|graph|chart|context|"
     r"passage|article)s?(?:[^a-z\n].*)?|body)$"
@@ -102,14 +103,14 @@ GOLD_FAULTS = {
         "says that there is no answer"
     ),
     # ["34"], {answer: 34}, b'34', (34,), [34], [true], deque([34]), Fraction(1, 2)
-    r"""(?is)(?<!\^)[\[({]\s*[bru]?['"]|^[bru]?(['"]).*\1$|^\{\s*\w{2,}\s*:|"""
+    r"""(?is)(?<!\^)[\[({]\s*[bru]?['"]|^[bru]?(['"]).*\1$|^\{\s*\w{3,}\s*:|"""
     r"""^\[+(?:[-+.\d\s]|true|false|null|none)*\]+$|^[(\[].*,\s*[)\]]$|"""
     r"""^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|float\d*|fraction|"""
     r"""(?:frozen)?set|integer|list|rational|str|tensor|tuple|u?int\d+|"""
     r"""\w{3,}(?=\([\[{]))\(|"""
-    # Answer(34), Result(value=34), <Answer: 34>, but not Log(34)
-    r"""^(?!arc|sin|cos|tan|sec|csc|cot|log|exp|sqrt|max|min|gcd|lcm)(?-i:[A-Z])"""
-    r"""\w{2,}\((?:\w+=.*|[-+.\d]+)\)$|^<\w{2,}[ :].*>$|^<([a-z]+)>.*</\2>$""": (
+    # Answer(34), Result(value=34), <Answer: 34>, but not Log(34) or <12, 5>
+    r"""^(?:answer|output|response|result|solution|value)\(.*\)$|"""
+    r"""^<[a-z]\w+[ :].*>$|^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
     rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
@@ -471,9 +472,9 @@ def check_texts(
     # A tokenizer of whole words may know every character, but few words.
     for text in dict.fromkeys([*together, *texts[:100]]):
         written = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-        for character in normalize("NFKC", text):
-            is_lost = character not in normalize("NFKC", written)
-            if is_lost and character.isprintable() and character != " ":
+        is_written = Counter(normalize("NFKC", written))
+        for character in Counter(normalize("NFKC", text)) - is_written:
+            if character.isprintable() and character != " ":
                 raise Refused(
                     f"the model's tokenizer cannot represent {character!r} of the "
                     f"task, as in {text[:50]!r} (the embedded policy knows digits and "

@@ -62,7 +62,7 @@ def trained(group):
         save_checkpoint(out, step, policy, optimizer, queue, {"step": step})
 
     def load(out: Path) -> dict[str, Any]:
-        step, metrics, _ = load_checkpoint(out, policy, optimizer)
+        step, metrics, _, load.rows = load_checkpoint(out, policy, optimizer)
         for weight in policy.parameters():
             assert (weight.full_tensor() == step).all()
         return metrics
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_can_be_loaded(
     save(tmp_path, 2)
     newest = tmp_path / "checkpoints/step-000002"
     damage(newest / name)
-    sentence = f"^--resume: {newest} cannot be read: .*; remove it to continue from"
+    sentence = f"^--resume: {newest} cannot be read: .*; move it away to continue from"
     with pytest.raises(Refused, match=f"{sentence} the one before$"):
         load(tmp_path)
     newest.rename(tmp_path / "removed")
@@ -270,7 +270,14 @@ def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(
         else:
             path.write_bytes(path.read_bytes().replace(b'{"step": 2}\n', damage))
     assert load(tmp_path) == {"step": 3} | kept
-    assert [path.read_bytes() for path in paths] == [before, before]
+    # The log restores the rows with its first line. Until then nothing has changed.
+    assert before not in [path.exists() and path.read_bytes() for path in paths]
+    log = Log(tmp_path, None, 2, 9, None, load.rows)
+    for step in 3, 4:
+        log.write(TRAINED | {"step": step, "reward": 0.5})
+    assert paths[1].read_bytes() == before
+    rows = [json.loads(line) for line in open(paths[0])]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
 
 
 def test_a_folder_in_place_of_a_log_is_refused_before_anything_is_built(tmp_path):

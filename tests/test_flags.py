@@ -118,8 +118,8 @@ def test_a_flag_that_its_field_does_not_accept_is_refused_in_a_sentence(
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("clip_range: 0.2\n", "clip_range is '0.2': Extra inputs are not permitted"),
-        ("steps: 3.5\n", "steps is '3.5': Input should be a valid integer"),
+        ("clip_range: 0.2\n", "clip_range is 0.2: Extra inputs are not permitted"),
+        ("steps: 3.5\n", "steps is 3.5: Input should be a valid integer"),
         ("- steps\n", "not a YAML file of fields: write `name: value`, one per line"),
         ("", "not a YAML file of fields: write `name: value`, one per line"),
         ("eps:0.4", "not a YAML file of fields: write `name: value`, one per line"),

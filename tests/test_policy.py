@@ -11,14 +11,15 @@ from rollout import Rollouts
 
 # Two prompts begin with the instruction 1, 2, 3. Prompt 1, 2, 3, 4 has three responses,
 # two of which begin with the same token, and prompt 1, 2, 3, 5, 6 has two equal ones.
-# Token 0 follows the prompt in the third row, where the second row is padding.
+# In the second row, the last token is that of the row above, after another one. Token 0
+# is in the third row, where the second row is padding.
 PROMPTS = [[1, 2, 3, 4]] * 3 + [[1, 2, 3, 5, 6]] * 2
-RESPONSES = [[7, 8, 9, 7], [7, 9], [7, 9, 0, 8, 5], [4, 2], [4, 2]]
-# The five rows have 8, 1, 3, 4 and 0 tokens that no row above has.
+RESPONSES = [[7, 8, 9, 7], [7, 9, 9], [7, 9, 9, 0, 5], [4, 2], [4, 2]]
+# The five rows have 8, 2, 2, 4 and 0 tokens that no row above has after the same ones.
 COMPUTED = [
     *[(0, column) for column in range(8)],
-    (1, 5),
-    *[(2, column) for column in (6, 7, 8)],
+    *[(1, column) for column in (5, 6)],
+    *[(2, column) for column in (7, 8)],
     *[(3, column) for column in (3, 4, 5, 6)],
 ]
 
@@ -49,7 +50,7 @@ def test_a_token_is_computed_once_for_all_neighbors_that_begin_with_the_same_tok
     assert list(zip(*(axis.tolist() for axis in computed), strict=True)) == COMPUTED
     is_token = tokens >= 0
     assert torch.equal(tokens[computed][index][is_token], tokens[is_token])
-    # The third row has the prompt and 7 of the first row, 9 of the second, and its own.
+    # The third row has the prompt and 7 of the first row, 9, 9 of the second, and two.
     assert index[2].tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
     assert index[4, :7].tolist() == index[3, :7].tolist() == [0, 1, 2, 12, 13, 14, 15]
 

@@ -110,9 +110,10 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
     rollouts = sample(engine, prompts[:4], **settings)
     # The policy moves after the sampling. The trainer's copy of it is float32.
     pi_b = copy.deepcopy(policy).double()
-    add_noise(policy, 0.02)
-    pi_theta = copy.deepcopy(policy).double()
-    _, top_logp = Policy(policy)(rollouts)
+    moved = copy.deepcopy(policy)
+    add_noise(moved, 0.02)
+    pi_theta = copy.deepcopy(moved).double()
+    _, top_logp = Policy(moved)(rollouts)
     kl = kl_at_positions(top_logp, rollouts, Config(**settings))[rollouts.mask]
 
     # Restrict both policies to the support of pi_b. Without top-p and top-k it has all
@@ -128,7 +129,7 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
     assert expected.mean() > 0.01
     assert (kl - expected).abs().max() < 1e-5
     expected_gradient = gradient_vector(expected.mean(), pi_theta)
-    gradient = gradient_vector(kl.mean(), policy)
+    gradient = gradient_vector(kl.mean(), moved)
     assert relative_error(gradient, expected_gradient) < 1e-4
     if outside.any():
         # Over the whole vocabulary the KL would be infinite.

@@ -215,6 +215,8 @@ def test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large(
     tokens, stale
 ):
     rows = torch.tensor([9, 2, 30, 4, 5, 17, 1])
+    selected = stale.rollouts.select(rows, CPU)
+    assert selected.text == [stale.rollouts.text[row] for row in rows]
     batches = micro_batches(stale.rollouts, rows, tokens, CPU)
     assert all(batch.text for batch in batches)
     found = torch.cat([batch.reward for batch in batches])

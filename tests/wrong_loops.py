@@ -133,7 +133,7 @@ a base model's beginning-of-sequence token is left out
 support.tasks.encode_prompt
 - add_special_tokens=True
 + add_special_tokens=False
-test_tasks.test_the_prompt_of_a_base_model_begins_with_its_bos_token
+test_tasks.test_a_prompt_follows_the_chat_template_if_there_is_one
 
 a limit takes the last problems
 support.tasks.load_split
@@ -602,7 +602,7 @@ any word of a response counts
 reward.same_words
 - .split()[-1:]
 + .split()[:1]
-test_reward.test_exact_verdict
+test_reward.test_a_verdict_on_a_number_or_a_word
 
 the first box counts
 answers.extraction.last_box
