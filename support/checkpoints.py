@@ -266,7 +266,7 @@ def save_checkpoint(
         free = shutil.disk_usage(out).free / 2**30  # torch does not name a full disk.
         raise Stopped(
             f"step {step}: the checkpoint cannot be written to {unfinished}, where "
-            f"{free:.2g} GB are free: {last_line(error)}; --resume can continue from "
+            f"{free:.1f} GB are free: {last_line(error)}; --resume can continue from "
             f"{len(checkpoints(out))} earlier ones"
         ) from error
 

@@ -1,6 +1,7 @@
 """Test what a run writes: checkpoints, the log, the model and the figure."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -273,11 +274,10 @@ def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(
     # The log restores the rows with its first line. Until then nothing has changed.
     assert before not in [path.exists() and path.read_bytes() for path in paths]
     log = Log(tmp_path, None, 2, 9, None, load.rows)
-    for step in 3, 4:
-        log.write(TRAINED | {"step": step, "reward": 0.5})
+    log.write({"step": 3} | TRAINED)
+    log.write({"step": 4} | TRAINED)
     assert paths[1].read_bytes() == before
-    rows = [json.loads(line) for line in open(paths[0])]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert re.findall(r'"step": (.)', paths[0].read_text()) == [*"01234"]
 
 
 def test_a_folder_in_place_of_a_log_is_refused_before_anything_is_built(tmp_path):

@@ -10,36 +10,40 @@ from policy import Policy, build_policy, distinct_tokens
 from rollout import Rollouts
 
 # Two prompts begin with the instruction 1, 2, 3. Prompt 1, 2, 3, 4 has three responses,
-# two of which begin with the same token, and prompt 1, 2, 3, 5, 6 has two equal ones.
-# In the second row, the last token is that of the row above, after another one. Token 0
-# is in the third row, where the second row is padding.
-PROMPTS = [[1, 2, 3, 4]] * 3 + [[1, 2, 3, 5, 6]] * 2
-RESPONSES = [[7, 8, 9, 7], [7, 9, 9], [7, 9, 9, 0, 5], [4, 2], [4, 2]]
-# The five rows have 8, 2, 2, 4 and 0 tokens that no row above has after the same ones.
+# which begin with 7, and prompt 1, 2, 3, 5, 6 has two equal ones. In the second row,
+# the last token is that of the row above, after another one. Token 0 is in the third
+# row, where the second row is padding.
+PROMPT_LENGTHS = [4, 4, 4, 5, 5]
+ROWS = [
+    [1, 2, 3, 4, 7, 8, 9, 7],
+    [1, 2, 3, 4, 7, 9, 9],
+    [1, 2, 3, 4, 7, 9, 9, 0, 5],
+    *[[1, 2, 3, 5, 6, 4, 2]] * 2,
+]
+# The tokens that no row above has after the same ones.
+PICTURE = ["########", ".....##", ".......##", "...####", "......."]
 COMPUTED = [
-    *[(0, column) for column in range(8)],
-    *[(1, column) for column in (5, 6)],
-    *[(2, column) for column in (7, 8)],
-    *[(3, column) for column in (3, 4, 5, 6)],
+    (row, column)
+    for row, picture in enumerate(PICTURE)
+    for column, sign in enumerate(picture)
+    if sign == "#"
 ]
 
 
 def small_batch() -> Rollouts:
-    def padded(rows, value):
-        tensors = [torch.tensor(row) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=value)
-
-    pairs = zip(PROMPTS, RESPONSES, strict=True)
-    mask = padded([[True] * len(response) for response in RESPONSES], False)
+    rows = [torch.tensor(row) for row in ROWS]
+    prompt_length = torch.tensor(PROMPT_LENGTHS)
+    length = torch.tensor([len(row) for row in ROWS]) - prompt_length
+    mask = torch.arange(5) < length[:, None]
     return Rollouts(
-        tokens=padded([prompt + response for prompt, response in pairs], -1),
-        prompt_length=torch.tensor([len(prompt) for prompt in PROMPTS]),
+        tokens=pad_sequence(rows, batch_first=True, padding_value=-1),
+        prompt_length=prompt_length,
         mask=mask,
-        logp_behavior=torch.zeros(mask.shape),
-        top_tokens=torch.arange(3).expand(*mask.shape, 3),
-        top_logp_behavior=torch.zeros(*mask.shape, 3),
-        truncated=torch.zeros(len(PROMPTS), dtype=torch.bool),
-        text=[""] * len(PROMPTS),
+        logp_behavior=torch.zeros(5, 5),
+        top_tokens=torch.arange(3).expand(5, 5, 3),
+        top_logp_behavior=torch.zeros(5, 5, 3),
+        truncated=torch.zeros(5).bool(),
+        text=[""] * 5,
         weight_version="0",
     )
 

@@ -27,9 +27,8 @@ def main(job: dict[str, Any]) -> None:
     chats = [[{"role": "user", "content": prompt}] for prompt in job["prompts"]]
     for step in range(job["steps"]):
         start = time.perf_counter()
-        first = step * job["prompts_per_step"]
         prompts = tokenizer.apply_chat_template(
-            chats[first : first + job["prompts_per_step"]],
+            chats[step * job["prompts_per_step"] :][: job["prompts_per_step"]],
             add_generation_prompt=True,
             padding=True,
             return_dict=True,
@@ -43,7 +42,7 @@ def main(job: dict[str, Any]) -> None:
                 num_return_sequences=job["group_size"],
                 max_new_tokens=job["max_tokens"],
             )  # [N, L + T]
-            rollout_seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
             response = tokens[:, prompts["input_ids"].shape[1] :]  # [N, T]
             is_end = (response == tokenizer.eos_token_id).long()
             mask = is_end.cumsum(dim=1) == is_end  # up to the first end of sequence
@@ -61,8 +60,7 @@ def main(job: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         length = mask.sum().item() / len(tokens)
-        line = f"tokens {length} rollout {rollout_seconds} sync 0.0"
-        print(f"step {step + 1} {line}", flush=True)
+        print(f"step {step + 1} tokens {length} rollout {seconds} sync 0", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ def main() -> None:
     path = folder / "compare.jsonl"
     cells = at_rate(["lag 16"], OBJECTIVES, [0])
     print(
-        f"{len(cells)} runs of about two minutes on one core. Each prints a line with"
-    )
-    print(
-        "its name, its sampled accuracy every ten steps, and its seconds.", flush=True
+        f"{len(cells)} runs of about two minutes on one core. Each prints a line with\n"
+        "its name, its sampled accuracy every ten steps, and its seconds.",
+        flush=True,
     )
     workers = min(len(cells), len(os.sched_getaffinity(0)))
     run_grid(cells, command_of, path, workers)
