@@ -127,7 +127,10 @@ def test_an_answer_that_is_marked_nowhere_is_counted_and_counts_outlast_the_inte
     with pytest.raises(MemoryError):
         evaluate_here(run_here, tmp_path / "out", f"--task={tmp_path / 't.jsonl'}")
     # tiny ends with only the sum.
-    assert ": 100% of them have neither \\boxed{} nor ####" in capsys.readouterr().out
+    assert (
+        ": 100% of the responses have neither \\boxed{} nor ####"
+        in capsys.readouterr().out
+    )
     content = json.loads((tmp_path / "out/results.json").read_text())
     assert list(content["correct"].values()) == [[0]]
 
