@@ -110,9 +110,9 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def check_free(out_dir: str) -> None:
-    """Raise Refused if out_dir holds more than a run that failed at its start leaves.
+    """Raise Refused if out_dir holds more than the leftovers of a run that failed.
 
-    This is an empty folder, or the config.json of a run and nothing else.
+    A run that fails at its start leaves an empty folder, or only its config.json.
     """
     try:
         names = os.listdir(out_dir)
@@ -326,7 +326,7 @@ def last_line(error: BaseException) -> str:
 def save_model(
     model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], folder: Path
 ) -> None:
-    """Write a folder that transformers and vLLM load, whole or not at all.
+    """Write a folder that transformers and vLLM can load, either whole or not at all.
 
     `weights` are those of policy.full_weights, which rank 0 collects in main memory.
     They are stored in the dtype of the model's config, and a tied head once. All other

@@ -129,11 +129,11 @@ def script_name() -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main. If it fails, print the reason: one sentence if expected.
 
-    The process then ends at once. If an engine were left to the interpreter's exit, it
-    would wait for the other ranks, which after an error wait for this one until
-    torchrun ends them. CUDA's memory pools may also abort at the interpreter's exit.
+    The process then ends at once. In a normal exit of the interpreter, an engine waits
+    for the other ranks, which after an error wait for this one until torchrun ends
+    them. CUDA's memory pools may also abort in a normal exit.
     """
-    sys.stdout.reconfigure(line_buffering=True)  # if it is a file, too
+    sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     status = 1
     try:
         main()

@@ -31,7 +31,7 @@ NEUTRAL_FIELDS = {
     *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),
     *("kv_cache_gb", "max_num_seqs"),
 }
-# Fields that may be changed from a checkpoint on, to save a run that diverges.
+# Fields that a run may change when it resumes from a checkpoint, if it diverges.
 ADJUSTABLE_FIELDS = {"learning_rate", "warmup_updates"}
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -137,11 +137,11 @@ class Config(SharedConfig):
 
     # What is measured and saved
     eval_every: Count = 10
-    """evaluate after every so many steps; 0: only before and after training"""
+    """evaluate every N steps; 0: only before and after training"""
     eval_problems: Count = 512
     """how many held-out problems to evaluate on; 0: all"""
     save_every: Count = 0
-    """write a checkpoint after every so many steps and after the last; 0: never"""
+    """write a checkpoint every N steps and after the last one; 0: never"""
     resume: bool = False
     """continue from the newest checkpoint in out_dir; without one, start from step 1"""
 

@@ -35,7 +35,7 @@ LARGEST_HEAP_BLOCK = 32 * 2**20  # bytes
 
 
 def init_distributed() -> dist.DeviceMesh:
-    """Join torchrun's process group, or be its only rank, and return the mesh of ranks.
+    """Join torchrun's process group, or form one of a single rank; return its mesh.
 
     The mesh is [ranks] on one node and [nodes, ranks of a node] on several. Call this
     before building an Engine, which would otherwise create a process group of its own,
@@ -74,7 +74,7 @@ def init_distributed() -> dist.DeviceMesh:
         dist.init_process_group("gloo")
         prepare_cpu(ranks_of_node)
     if nodes == 1:
-        # A dimension of one node would cost FSDP an average over one rank.
+        # With a dimension of one node, FSDP would average over a single rank.
         return dist.init_device_mesh(device_type, (ranks_of_node,))
     return dist.init_device_mesh(
         device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")

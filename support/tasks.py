@@ -65,9 +65,9 @@ TASKS = {
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 COLUMNS = (*PROBLEM_COLUMNS, "answer", "solution")  # all that are read
 EMPTY = (None, "", [], False)
-# Columns that hold a part of the problem, searched for in their names, one a line and
-# the shortest first. Facts about a part, such as num_images or topic_graph_theory, do
-# not count.
+# Matches the names of columns that hold a part of the problem. The names are given one
+# per line, the shortest first. Facts about a part, such as num_images or
+# topic_graph_theory, do not match.
 PART_OF_PROBLEM = re.compile(
     r"(?im)^(?!(?:n|num|has|is|topic|category|subject|domain|skill|tag)s?_|"
     r".*_(?:count|type|length|size|rate|tried|window|tokens|score|theory)$)(?:"
@@ -270,7 +270,7 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
 def read_hub(source: str) -> dict[int, dict[str, Any]]:
     """Return the rows of "owner/name[@revision] split [configuration]" by number.
 
-    Raises Refused if it cannot be loaded, or not with the values that its file holds.
+    Raises Refused if it cannot be loaded, or if loading would change its values.
     """
     from datasets import Json, load_dataset  # takes seconds to import
 
@@ -456,9 +456,8 @@ def check_texts(
 ) -> None:
     """Raise Refused if a prompt or gold has what the tokenizer cannot represent.
 
-    That is a special token, which the prompt would end or begin with, or a character
-    that it does not know. Blanks and invisible characters do not matter, nor does which
-    Unicode form a character has.
+    That is a special token anywhere in a text, or a character that the tokenizer does
+    not know. Blanks, invisible characters and Unicode forms do not matter.
     """
     texts = [text for problem in problems for text in problem.values()]
     together = "\n".join([instruction or "", *texts])
