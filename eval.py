@@ -97,9 +97,9 @@ def evaluate(
     """Sample responses to each problem; return them with rewards and truncation.
 
     The result has a dictionary for each problem, whose lists have `samples` entries.
-    The ranks share the problems, and all of them return the whole result. The sampling
-    noise depends only on the problem. `sampling` has further fields of vLLM's
-    SamplingParams. A collective.
+    The ranks share the problems, and all of them return the whole result. For a given
+    seed and number of samples, the noise depends only on the problem. `sampling` has
+    further fields of vLLM's SamplingParams. A collective.
     """
     # Rank r of w has the problems r, r + w, ... Every rank has to sample something,
     # because ranks may share an engine and Rollouts cannot be empty. So a rank without

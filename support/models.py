@@ -54,7 +54,7 @@ DIFFERENT = re.compile(
     | stablelm\ (?:qk_layernorm|use_parallel_residual) .* True
     | ernie4_5\ use_bias .* True
     # vLLM reads these even if the type does not have them, and policy.py does not know
-    # quantized weights, and scaled or bounded logits.
+    # quantized weights, nor scaled or bounded logits.
     | \w+\ (?:attention_bias|bias|mlp_bias|qkv_bias|qk_norm|head_dim|sliding_window|
         layer_types|quantization_config|logits_scaling|logit_scale|
         final_logit_softcapping)\ lacks\ (?!(?:(\w+)\ )?->\ (?:\2|None|False|{})$)
