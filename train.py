@@ -408,10 +408,10 @@ def micro_batches(
     Only a micro-batch of a single response may exceed it. FSDP needs all ranks in every
     forward pass, so the longest sequence of all ranks determines the responses of a
     micro-batch. Because Config gives all ranks equally many rows, they then have
-    equally many micro-batches.
-    Responses are grouped by the power of two below their length, which limits the
-    padding. Within a micro-batch they keep their order, so that most responses to a
-    prompt are neighbors, as policy.distinct_tokens needs. A collective.
+    equally many micro-batches. Responses are grouped by the power of two below their
+    length, which limits the padding. Within a micro-batch they keep their order, so
+    that most responses to a prompt are neighbors, as policy.distinct_tokens needs. A
+    collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
