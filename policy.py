@@ -4,8 +4,8 @@
 weights into the rollout engine and checks that they have arrived.
 """
 
-import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class Policy(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        model.set_attn_implementation("attend_in_rows")
         self.model = model
         self.temperature = temperature
         self.dtype = dtype  # the dtype in which FSDP lets it compute
@@ -61,19 +62,21 @@ class Policy(torch.nn.Module):
         only to positions that predict a response token, CHUNK of them at a time. The
         backward pass computes their logits again, so no logits are kept.
         """
-        # The hooks of build_policy read these. With gradient checkpointing the hooks
-        # run again in the backward pass, so this has to precede the next forward pass.
-        self.index, self.computed = distinct_tokens(rollouts.tokens)
+        index, computed = distinct_tokens(rollouts.tokens)
+        for layer in self.model.base_model.layers:
+            # For attend_in_rows. With gradient checkpointing, the backward pass reads
+            # it again, so it has to precede the next forward pass.
+            layer.self_attn.layout = index, computed
         output = self.model.base_model(
-            # Right padding needs no attention mask, because no token sees a later one.
-            input_ids=rollouts.tokens.clamp(0),
+            input_ids=rollouts.tokens[computed][None],  # [1, S]
+            position_ids=computed[1][None],
             use_cache=False,
             return_dict=True,
         )
         row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
         position = rollouts.prompt_length[row] + t  # [M]
         # A token is predicted at the position before it.
-        hidden = output.last_hidden_state[row, position - 1]  # [M, D]
+        hidden = at(index[row, position - 1], output.last_hidden_state[0])  # [M, D]
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
         # [M, 1 + K]
         tokens = torch.cat([sampled_token, rollouts.top_tokens[row, t]], dim=1)
@@ -119,6 +122,41 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     number = is_computed.flatten().cumsum(dim=0).view_as(tokens) * is_computed
     index = (number.cummax(dim=0).values - 1).clamp(min=0)
     return index, is_computed.nonzero(as_tuple=True)
+
+
+def at(index: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Return states[index].
+
+    Unlike that of an index, the gradient adds up in float32, and in the same order in
+    every run.
+    """
+    picked = embedding(index, states.flatten(1).float()).to(states.dtype)
+    return picked.unflatten(-1, states.shape[1:])
+
+
+def attend_in_rows(
+    module: torch.nn.Module,
+    *states: torch.Tensor,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of each of the S tokens to the tokens of its row.
+
+    `states` are the queries, keys and values, [1, H, S, D] (of keys and values there
+    may be fewer heads), and a mask, which transformers does not make for this function.
+    The result is [1, S, H, D].
+    """
+    index, computed = module.layout  # see distinct_tokens
+    rows = [at(index, each[0].transpose(0, 1)).transpose(1, 2) for each in states[:3]]
+    # Right padding needs no mask, because no token attends to a later one.
+    mask, length = None, index.shape[1]
+    if (sliding_window or length) < length:
+        mask = index.new_ones(length, length).tril().triu(1 - sliding_window).bool()
+    output, _ = sdpa_attention.sdpa_attention_forward(module, *rows, mask, **options)
+    return output[computed][None], None
+
+
+transformers.AttentionInterface.register("attend_in_rows", attend_in_rows)
 
 
 def token_log_probabilities(
@@ -167,21 +205,6 @@ def build_policy(
             # [N, H, L, L]. This makes transformers repeat keys and values instead.
             sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature, getattr(torch, dtype))
-    # These modules take nearly all of the time. Each treats a token by itself, so it
-    # needs only the tokens that `distinct_tokens` finds. A module whose name does not
-    # match computes all tokens, with the same result.
-    for name, module in language_model.base_model.named_modules():
-        if re.search(r"\.mlp$|attn\.\w+_proj$", name):
-            module.register_forward_pre_hook(
-                lambda _, inputs: inputs[0][policy.computed]
-            )
-            # Its gradient adds up in float32, in the same order in every run. That of
-            # output[policy.index] would not.
-            module.register_forward_hook(
-                lambda _, inputs, output: embedding(policy.index, output.float()).to(
-                    output.dtype
-                )
-            )
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,
         reduce_dtype=torch.float32,

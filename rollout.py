@@ -106,8 +106,6 @@ LLM_OPTIONS = {
     "tokenizer_mode": "hf",
     # vLLM only checks that this share is free; kv_cache_memory_bytes sets the size.
     "gpu_memory_utilization": 0.01,
-    # We have not measured it on a GPU, and vLLM does not offer it on a CPU.
-    "async_scheduling": False,
 }
 
 

@@ -6,7 +6,7 @@ from config_fields import build as build_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from policy import Policy, build_policy, distinct_tokens
+from policy import build_policy, distinct_tokens
 from rollout import Rollouts
 
 # Two prompts begin with the instruction 1, 2, 3. Prompt 1, 2, 3, 4 has three responses,
@@ -74,15 +74,21 @@ def test_the_log_probabilities_and_the_gradient_are_those_of_computing_all_rows(
     policy.model.base_model.layers[1].mlp.register_forward_pre_hook(
         lambda _, inputs: widths.append(inputs[0].shape)
     )
-    rollouts, found = small_batch(), []
-    for each in policy, Policy(model):
-        logp, top_logp = each(rollouts)
-        (logp * rollouts.mask.cumsum(dim=1) + top_logp.sum(dim=-1)).sum().backward()
-        gradients = [weight.grad for weight in each.parameters()]
-        if each is policy:
-            gradients = [gradient.full_tensor() for gradient in gradients]
-        found.append((logp, top_logp, *gradients))
-    for value, expected in zip(*found, strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+    rollouts = small_batch()
+    row, column = rollouts.mask.nonzero(as_tuple=True)
+    position = rollouts.prompt_length[row] + column
+    logits = model(rollouts.tokens.clamp(0)).logits[row, position - 1]
+    tokens = rollouts.tokens[row, position, None]
+    listed = torch.cat([tokens, rollouts.top_tokens[row, column]], dim=1)
+    expected = logits.log_softmax(dim=-1).gather(1, listed)
+    logp, top_logp = policy(rollouts)
+    found = torch.cat([logp[..., None], top_logp], dim=-1)[rollouts.mask]
+    weights = torch.arange(found.numel()).view_as(found) / found.numel()
+    for each in found, expected:
+        (each * weights).sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(policy.parameters(), model.parameters(), strict=True):
+        gradient = ours.grad.full_tensor()
+        torch.testing.assert_close(gradient, theirs.grad, rtol=1e-4, atol=1e-5)
     # 16 tokens are computed instead of 5 rows of 9, with checkpointing twice.
-    assert widths == [(len(COMPUTED), 64)] * (1 + gradient_checkpointing)
+    assert widths == [(1, len(COMPUTED), 64)] * (1 + gradient_checkpointing)

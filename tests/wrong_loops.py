@@ -514,6 +514,12 @@ policy.distinct_tokens
 + number[:1].expand_as(number)
 test_policy.test_a_token_is_computed_once_for_all_neighbors_that_begin_with_the_same_tokens
 
+a sliding window is one token longer
+policy.attend_in_rows
+- 1 - sliding_window
++ -sliding_window
+test_policy.test_the_log_probabilities_and_the_gradient_are_those_of_computing_all_rows
+
 the dropout of the model's config is active
 policy.build_policy
 - setattr(config, name, 0.0)
