@@ -26,6 +26,8 @@ It learns as in recipes/smollm2-laptop.yaml, but for 20 steps instead of 120:
                    task is recipes/formulas, each prompt of which has two solved
                    problems. --model is a copy of the folder whose chat_template.jinja
                    is {{ messages[0]["content"] }}
+    smollm2-rules  the two best of the six rules and TRL's default on old data, with
+                   three seeds: 18 runs of the same task
 
 study/results/README.md says which commit brings back the parts that are complete.
 
@@ -175,6 +177,11 @@ SMOLLM2_PARTS: dict[str, list[Cell]] = {
     # The last two are the best constant and the best neighbor of the embedded policy.
     "smollm2-grid": of_smollm2(
         SMOLLM2_GRID, (*MAIN[:4], "p3o, e_B = 0.9", "opmd"), range(3)
+    ),
+    "smollm2-rules": of_smollm2(
+        ("lag 4, formulas", "lag 16, formulas"),
+        ("vespo", "dppo_tv", "sequence_mask"),
+        range(3),
     ),
 }
 
