@@ -17,9 +17,9 @@ FAILURES = {
         "the cache cannot be written: free space, or set HF_HOME (and "
         "HF_DATASETS_CACHE, for datasets) to a folder on another disk"
     ),
-    r"OfflineMode": (
-        "HF_HUB_OFFLINE is set, and the cache has no copy: unset it to download one, "
-        "or give a folder"
+    r"OfflineMode|find cache for": (
+        "HF_HUB_OFFLINE is set, and the cache has no copy (nor can it serve a CSV file "
+        "with numbers): unset it to download one, or give a folder"
     ),
     r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
     r"GatedRepo|\b40[13]\b|(Repository|Dataset)NotFound": (
@@ -36,9 +36,9 @@ FAILURES = {
         "read: save others as train.jsonl and heldout.jsonl in a folder "
         "(recipes/README.md)"
     ),
-    r"changed from": (
-        "a column has texts in some rows and numbers in others: download the file, and "
-        "give it as a JSONL file or folder"
+    r"changed from|Failed to parse string|int too large": (
+        "a column has texts in some rows and numbers in others, or an integer of over "
+        "18 digits: download the file, and give it as a JSONL file or folder"
     ),
     r"Arrow|JSONDecode|DatasetGeneration|Safetensor": (
         "a file is damaged, on the hub or in the cache: delete its folder in HF_HOME "

@@ -272,19 +272,28 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
 
     Raises Refused if it cannot be loaded, or if loading would change its values.
     """
-    from datasets import Json, load_dataset  # takes seconds to import
+    from datasets import Features, Json, Value, load_dataset  # takes seconds to import
 
     name, split, *configuration = source.split()
     repository, revision = split_revision(name)
     try:
-        rows = load_dataset(repository, *configuration, split=split, revision=revision)
+        load = functools.partial(
+            load_dataset, repository, *configuration, split=split, revision=revision
+        )
+        rows = load()
         for column in COLUMNS:
-            if isinstance(rows.features.get(column), Json):
+            feature = rows.features.get(column)
+            if isinstance(feature, Json):
                 raise ValueError(
                     f"its {column} is text in some rows and a number or a list in "
                     'others, and `datasets` changes such values ("025" to 25): '
                     "download the file, and give it as a JSONL file or folder"
                 )
+            is_csv = rows.info.builder_name == "csv"
+            if is_csv and re.search("int|float|bool", str(feature)):
+                # Read texts instead, so that 025 is not 25.
+                texts = Features(dict.fromkeys(rows.features, Value("string")))
+                rows = load(features=texts, keep_default_na=False)
         table = rows.data.to_pylist()  # without decoding, as of pictures
     except Exception as error:  # many kinds, from the network's to the file format's
         raise Refused(f"{source} cannot be loaded: {explain(error)}") from None

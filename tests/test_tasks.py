@@ -211,6 +211,9 @@ def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
         for name, text in DATASETS.items()
     }
     repositories["datasets/owner/other"] = {"validation.jsonl": ROW}
+    for name, answer in (("table", "025"), ("large_number", "9" * 20)):
+        table = f"question,answer\n5*5?,{answer}\n"
+        repositories[f"datasets/owner/{name}"] = {"train.csv": table}
     names = ("config.json", "model-1.safetensors", "README.md", "modeling.py")
     repositories["owner/model"] = dict.fromkeys(names, "{}")
     faults = {
@@ -246,6 +249,7 @@ UNREADABLE = {
     "owner/none": "there is no such repository, .*log in with `hf auth login` or HF_T",
     "owner/gated": ".*or it is gated or private: .*'owner/gated' is a gated dataset",
     "owner/mixed": r'its answer is text in some rows and a number .*\("025" to 25\)',
+    "owner/large_number": "a column .* an integer of over 18 digits: download the file",
     "owner/empty": "it has no rows",
     "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
     "owner/other": "of a dataset, the splits train .*Should be one of .'validation'",
@@ -257,11 +261,12 @@ UNREADABLE = {
 
 
 def test_what_the_hub_has_is_read_at_a_commit_or_a_sentence_says_why_not(from_hub):
-    readable = ["owner/plain", "owner/plain@v1", "owner/model", "owner/model@v1"]
+    readable = "plain", "plain@v1", "table", "model", "model@v1"
+    readable = [f"owner/{name}" for name in readable]
     found, commits = from_hub(*readable, *UNREADABLE)
     expected = [{"prompt": "5*5?", "answer": "025"}]
     files = ["config.json", "model-1.safetensors"]  # no code
-    assert [found[name] for name in readable] == [expected, expected, files, files]
+    assert [found[name] for name in readable] == 3 * [expected] + 2 * [files]
     assert commits == dict.fromkeys(readable, COMMIT)
     for name, sentence in UNREADABLE.items():
         start = f"(no model at '{name}'|{name} train cannot be loaded): "
