@@ -86,13 +86,13 @@ def compute_rewards(
 ) -> list[float]:
     """Return the reward of each response to the problems with these indices.
 
-    All problems have equally many responses, and those of a problem are adjacent. If
-    the prompt ends with the opening tag of a thought, the tag is put before each
-    response. Raises Stopped if the judge or the user's own verifier fails.
+    All problems have equally many responses, and those of a problem are adjacent. Only
+    the model's own turn is graded (see Dataset.own_turn). Raises Stopped if the judge
+    or the user's own verifier fails.
     """
     samples = len(responses) // len(indices)
-    whole = [dataset.opened + response for response in responses]
-    return checked_score(whole, dataset.golds(indices, samples), dataset.verifier)
+    turns = [dataset.own_turn(response) for response in responses]
+    return checked_score(turns, dataset.golds(indices, samples), dataset.verifier)
 
 
 def check_verifier(dataset: Dataset) -> None:

@@ -156,7 +156,9 @@ def update(
     if not math.isfinite(e_b):
         raise FloatingPointError(
             f"step {step}: e_B is not finite, because a ratio is not finite or exceeds "
-            "e^350: lower the learning rate, and look at ess_min of the steps before"
+            "e^350 (ess_min of the steps before shows where it began): lower "
+            "learning_rate or raise warmup_updates, with --resume or, if the run has "
+            "no checkpoint, with another --out_dir"
         )
 
     # Then the gradient of (12), which adds up over the micro-batches and the ranks.
@@ -458,7 +460,8 @@ def apply_gradient(
     if not math.isfinite(grad_norm):
         raise FloatingPointError(
             f"step {step}: the gradient is not finite: lower learning_rate or raise "
-            "warmup_updates, and give --resume if the run has a checkpoint"
+            "warmup_updates, with --resume or, if the run has no checkpoint, with "
+            "another --out_dir"
         )
     optimizer.step()
     optimizer.zero_grad()

@@ -10,7 +10,6 @@ small one.
 import functools
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers import (
 
 from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
+from support.tasks import text_after_answer
 
 # The types that policy.py supports: base_model.layers and a linear head. Engine and
 # trainer are compared on each of them in tests/test_rollout.py. vLLM has no code of its
@@ -279,24 +279,16 @@ def turn_end_tokens(tokenizer: Any) -> list[int]:
     - the end of sequence if the template ends a turn with it, as Llama 2's does;
     - <|im_end|> for ChatML (Qwen), and <end_of_turn> for Gemma;
     - the token that opens the user's turn if nothing ends the assistant's, as in GLM;
-    - [] if only text separates the turns, if the template does not show an assistant's
-      turn, or if there is no template.
+    - [] if only text separates the turns (see tasks.Dataset), if the template does not
+      show an assistant's turn, or if there is no template.
     """
-    roles = ("user", "assistant", "user")
-    conversation = [{"role": role, "content": f"{role} text"} for role in roles]
-    after_answer = ""
     # Harmony (gpt-oss) ends thoughts and earlier turns by <|end|>, but the last turn by
     # <|return|>, so the end of a conversation comes first.
-    for turns in (conversation[:2], conversation):
-        # A template may raise any exception, as does a tokenizer without a template.
-        with suppress(Exception):
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
-            after = text.partition("assistant text")[2]
-            after_answer += after.partition("user text")[0]
-    token_ids = tokenizer.encode(after_answer, add_special_tokens=False)
+    after = text_after_answer(tokenizer, 2) + text_after_answer(tokenizer, 3)
+    token_ids = tokenizer.encode(after, add_special_tokens=False)
     added = tokenizer.added_tokens_decoder
     # An unknown character may be encoded by an added token, which the text lacks.
-    return [i for i in token_ids if i in added and str(added[i]) in after_answer][:1]
+    return [i for i in token_ids if i in added and str(added[i]) in after][:1]
 
 
 def activation_bytes(config: Any, element: int) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from datetime import datetime
 from hashlib import sha256
 from itertools import compress
@@ -338,7 +339,8 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
     if part := PART_OF_PROBLEM.search("\n".join(sorted(sorted(others), key=len))):
         raise ValueError(
             f"{' '.join(part[0].split())!r} holds a part of the problem that is not "
-            "read, such as choices or a picture: write it into the problem's text"
+            "read, such as choices or a picture: write it into the problem's text, or "
+            "remove the column if it is not needed"
         )
     if markup := MARKUP.search(prompt):
         raise ValueError(
@@ -393,11 +395,21 @@ class Dataset(NamedTuple):
     prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
+    turn_end: str = ""  # what the chat template writes between an answer and the user
+
+    def own_turn(self, response: str) -> str:
+        """Return the text to grade: from the tag in the prompt to the end of the turn.
+
+        If only text separates the turns of a chat, such as "User:", sampling does not
+        stop there, and the next turns are the model's invention.
+        """
+        text = self.opened + response
+        return text.split(self.turn_end)[0] if self.turn_end else text
 
     def is_unmarked(self, response: str) -> bool:
         """Return whether a response lacks the \\boxed{} or #### of a math verifier."""
         return self.verifier in ("gsm8k", "math") and not final_answer(
-            without_thoughts(self.opened + response)
+            without_thoughts(self.own_turn(response))
         )
 
     def golds(self, indices: list[int], samples: int) -> list[str]:
@@ -457,6 +469,7 @@ def load_split(
         [*compress(prompts, fits)],
         verifier or task.verifier,
         opened=tag[0] if is_open else "",
+        turn_end=text_after_answer(tokenizer, 3).rstrip(),
     )
 
 
@@ -516,6 +529,21 @@ def encode_prompt(
         )
     except Exception as error:  # the template may raise any
         raise Refused(f"the model's chat template fails: {one_line(error)}") from None
+
+
+def text_after_answer(tokenizer: Any, turns: int) -> str:
+    """Return the text between an answer and the user's next one, or the end.
+
+    The conversation has two or three turns. The result is "" if there is no chat
+    template, or if it does not show an assistant's turn.
+    """
+    roles = ["user", "assistant", "user"][:turns]
+    conversation = [{"role": role, "content": f"{role} text"} for role in roles]
+    # A template may raise any exception, as does a tokenizer without a template.
+    with suppress(Exception):
+        text = tokenizer.apply_chat_template(conversation, tokenize=False)
+        return text.partition("assistant text")[2].partition("user text")[0]
+    return ""
 
 
 def check_same_on_ranks(*datasets: Dataset) -> None:

@@ -691,6 +691,17 @@ def test_a_thought_that_the_template_opens_is_no_answer_until_it_ends(
     assert rewards == [float(not opened), 1.0]
 
 
+def test_a_turn_that_the_template_ends_by_text_alone_is_graded_to_its_end(load):
+    # No token stops the model there. The box of the turn that it invents is not graded.
+    turns = "{% for m in messages %}{{m.role}}: {{m.content}}\n\n{% endfor %}assistant:"
+    dataset = load({"prompt": "1+1", "answer": "46"}, template=turns)
+    assert dataset.turn_end == "\n\nuser:"
+    invented = r"\boxed{9}", "\n\nuser: 40+6\n\n", r"assistant: \boxed{46}"
+    responses = ["".join(invented), "".join(invented[1:]), "By a user: " + invented[2]]
+    assert compute_rewards(dataset, [0], responses) == [0.0, 0.0, 1.0]
+    assert [*map(dataset.is_unmarked, responses)] == [False, True, False]
+
+
 # --- several ranks
 
 SAME = """
