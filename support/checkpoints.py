@@ -55,9 +55,10 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
 
     Raises Refused if out_dir is taken, or if --resume cannot continue the run in it.
     Without a checkpoint --resume starts the run, so that one command serves the first
-    start and all later ones. It restarts a run that was killed before its first
+    start and all later ones. It also restarts a run that was killed before its first
     checkpoint, but overwrites nothing of a run with another configuration. After this
-    call, the hub is read at the commits that the run has read.
+    call, models and datasets of the hub are read at the commits in the run's
+    config.json.
     """
     if cfg.resume and not cfg.out_dir:
         raise Refused("--resume: give the folder of the run as --out_dir")
@@ -211,7 +212,7 @@ def take_folder(out: Path, cfg: Flags) -> None:
 
 
 def end_by_sigterm(out: Path) -> None:
-    """Say how to continue the run and end this process: the handler of SIGTERM.
+    """Handle SIGTERM: print how to continue the run, and end this process.
 
     Schedulers send SIGTERM some seconds before they kill a job.
     """
@@ -233,8 +234,8 @@ def save_checkpoint(
 ) -> None:
     """Write checkpoints/step-N, then delete all but the newest ones. A collective.
 
-    `queue` holds this rank's rollout.Rollouts that no step has used yet, and `metrics`
-    are those of the step, which is logged only after this. A run may be killed at any
+    `queue` holds this rank's rollout.Rollouts that no step has used yet. `metrics` are
+    those of the step, which are logged only after this. A run may be killed at any
     moment, so a folder gets its name only when it is complete. Raises Stopped if it
     cannot be written, as on a full disk.
     """
@@ -277,10 +278,10 @@ def load_checkpoint(
     """Restore policy and optimizer in place, from the newest complete checkpoint.
 
     Returns its step, the metrics of that step, the fields of the rollouts that no step
-    has used, and, on rank 0, the rows of metrics.jsonl and samples.jsonl before it. A
-    run resumed at lag 4 continues with the batches that it had sampled ahead. Without a
-    checkpoint these are step 0, its metrics, and nothing. Raises Refused if the
-    checkpoint cannot be read. A collective.
+    has used, and, on rank 0, the rows that metrics.jsonl and samples.jsonl had before
+    that step. A run resumed at lag 4 continues with the batches that it had sampled
+    ahead. Without a checkpoint, the step is 0, and no rollouts and rows are returned.
+    Raises Refused if the checkpoint cannot be read. A collective.
     """
     newest = [max(checkpoints(out).items(), default=(0, out))]
     dist.broadcast_object_list(newest)
@@ -293,8 +294,8 @@ def load_checkpoint(
     try:
         dcp.load(state, checkpoint_id=checkpoint)
         own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
-        # The row of the step was written after the checkpoint. If it is there, it may
-        # have an evaluation to keep.
+        # The step's row in the log is written after the checkpoint. If there is one, it
+        # may have an evaluation, which is kept.
         log = out / "metrics.jsonl"
         text = log.read_text(errors="replace") if log.exists() else ""
         if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
@@ -348,8 +349,8 @@ def save_model(
             for file in Path(model.name_or_path).glob(pattern):
                 if file.is_file():
                     shutil.copyfile(file, unfinished / file.name)
-        for file in unfinished.glob("*.safetensors"):  # others may not read these
+        for file in unfinished.glob("*.safetensors"):  # readable only by their owner
             file.chmod((unfinished / "config.json").stat().st_mode)
-        publish(unfinished, folder)  # It may replace that of a run of fewer steps.
+        publish(unfinished, folder)  # replaces the model of an end with fewer steps
     except Exception as error:  # safetensors has its own exceptions
         raise Stopped(f"the model cannot be written to {folder}: {error}") from error

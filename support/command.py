@@ -18,7 +18,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-# Read when torch is imported: show no warnings of its C++ code.
+# torch reads this when it is imported: its C++ code must print no warnings.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 Count = Annotated[int, Field(ge=0)]
@@ -129,9 +129,9 @@ def script_name() -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main. If it fails, print the reason: one sentence if expected.
 
-    The process then ends at once. In a normal exit of the interpreter, an engine waits
-    for the other ranks, which after an error wait for this one until torchrun ends
-    them. CUDA's memory pools may also abort in a normal exit.
+    The process then ends at once, without the interpreter's usual clean-up. In that, an
+    engine waits for the other ranks, and after an error these wait for this one until
+    torchrun ends them. CUDA's memory pools may also abort during the clean-up.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     status = 1

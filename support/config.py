@@ -22,8 +22,9 @@ from support.command import (
     Temperature,
 )
 
-# Fields that a resumed run may change because they do not affect what it learns. With a
-# lag, `steps` does affect it: no batch is sampled for a step after the last.
+# Fields that a resumed run may change because they do not affect what it learns. The
+# field steps is not one of them: with a lag, no batch is sampled for a step after the
+# last.
 NEUTRAL_FIELDS = {
     *("out_dir", "eval_every", "save_every", "resume", "verbose"),
     *("environment", "commits"),
@@ -83,7 +84,7 @@ class Config(SharedConfig):
 
     # A step learns from a rollout batch of prompts_per_step x group_size responses. It
     # makes passes x minibatches optimizer steps on it. The batch B of (11) and (12) is
-    # that of one optimizer step: a minibatch.
+    # one minibatch, from which one optimizer step is made.
     steps: PositiveCount = 60
     """how many rollout batches to learn from"""
     prompts_per_step: PositiveCount = 32

@@ -3,8 +3,8 @@
 Rank 0 writes metrics.jsonl. These metrics describe the step's rollout batch, over all
 ranks:
 
-    weight_version       the step after which the weights that sampled the batch were
-                         synced
+    weight_version       the step after which the engine got the weights that sampled
+                         the batch
     reward               mean reward
     groups_with_signal   share of the groups whose rewards are not all equal
     response_tokens      mean length, including the end of sequence
@@ -73,7 +73,7 @@ class Log:
     group_size: int
     steps: int  # of the whole run
     dataset: Dataset  # the problems trained on
-    # What a resumed run has to restore, by file: the rows before its checkpoint.
+    # The rows before the checkpoint of a resumed run, by file. `write` restores them.
     rows: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Log:
                 [self.dataset.is_unmarked(text) for text in rollouts.text]
             ),
             "entropy": -rollouts.logp_behavior.sum(dim=1),
-        }  # [N] each, but for the groups
+        }  # [N] each, if no other shape is given
         metrics = {"step": step, "weight_version": rollouts.weight_version}
         for name, values in responses.items():
             # All ranks have equally many responses.
@@ -125,7 +125,8 @@ class Log:
         """
         if dist.get_rank() > 0:
             return
-        # Not earlier, so that a resume that fails at its start changes nothing.
+        # The log is restored only here, so that a resume that fails earlier changes
+        # nothing.
         for name, text in self.rows.items():
             (self.out / name).write_text(text)
         self.rows = {}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from support.command import Refused
 
-# The variables that torchrun sets, for a process that is the only rank. Port 0 is any
-# free one.
+# What torchrun would set for a process that is the only rank. Port 0 stands for any
+# free port.
 SINGLE_RANK = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -74,7 +74,7 @@ def init_distributed() -> dist.DeviceMesh:
         dist.init_process_group("gloo")
         prepare_cpu(ranks_of_node)
     if nodes == 1:
-        # With a dimension of one node, FSDP would average over a single rank.
+        # With a dimension of size 1, FSDP would average gradients over a single rank.
         return dist.init_device_mesh(device_type, (ranks_of_node,))
     return dist.init_device_mesh(
         device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")
@@ -92,7 +92,7 @@ def check_address(master: str) -> None:
         own = socket.gethostbyname(host)
     except OSError:  # An unknown name is the loopback address for gloo.
         own = "127.0.0.1"
-    # All ranks may be on one machine, as in a test. Then the user gives this address.
+    # If all ranks are on one machine, as in a test, the master has such an address too.
     if own.startswith("127.") and not master.startswith("127."):
         raise Refused(
             f"{host} is {own} on this node, which no other node can reach: set "
@@ -122,7 +122,7 @@ def has_fast_bfloat16() -> bool:
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (8, 0)
-    # oneDNN alone would also accept AVX-512 without BF16.
+    # oneDNN's own check is not enough, because it also accepts AVX-512 without BF16.
     has_instructions = (
         torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     )
@@ -132,9 +132,9 @@ def has_fast_bfloat16() -> bool:
 def prepare_cpu(ranks_of_node: int) -> None:
     """Give this rank its share of the cores, and let malloc keep freed memory.
 
-    torchrun gives each of several ranks one thread, and the engine would keep to that.
-    By default glibc returns freed memory to the system, and the page faults of the next
-    update's allocations cost time.
+    If there are several ranks, torchrun allows each only one thread, and the engine
+    would use no more. By default glibc returns freed memory to the system, so that the
+    next update's allocations cause page faults, which cost time.
     """
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // ranks_of_node))
@@ -145,6 +145,6 @@ def prepare_cpu(ranks_of_node: int) -> None:
     # oneDNN asks, but vLLM's attention kernel does not, and an fp8 engine samples with
     # oneDNN switched off (see Engine.sample), so we ask here.
     torch.cpu._init_amx()
-    # For each log-probability vLLM also counts the token's rank, in a function that it
-    # compiles. The compilation takes ten seconds or more, and the count takes no time.
+    # vLLM compiles the function that finds each token's rank among all tokens. That
+    # takes ten seconds or more, and the function is fast without it.
     torch.compiler.set_stance("force_eager")

@@ -39,9 +39,10 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints hold this buffer, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
 MAX_ACTIVATION_BYTES = 4 * 2**30  # on a CPU
-# What vLLM and transformers do not compute alike, as tests/config_fields.py shows. The
-# text is "type field default -> value" for each field of a config.json, and "lacks" in
-# place of the default if the type has no such field. (?!...) are the values that agree.
+# Matches a field for which vLLM and transformers do not compute the same function, as
+# tests/config_fields.py shows. The text to match is "type field default -> value" for
+# each field of a config.json, with "lacks" in place of the default if the type has no
+# such field. (?!...) excludes the values for which both compute the same.
 DIFFERENT = re.compile(
     r"""(?x)
     # Another activation. Gemma's gelu is gelu_pytorch_tanh.
@@ -53,8 +54,8 @@ DIFFERENT = re.compile(
     | gemma3_text\ final_logit_softcapping .* \d
     | stablelm\ (?:qk_layernorm|use_parallel_residual) .* True
     | ernie4_5\ use_bias .* True
-    # vLLM reads these even if the type does not have them, and policy.py does not know
-    # quantized weights, nor scaled or bounded logits.
+    # vLLM reads these even if the type does not have them, and policy.py supports
+    # neither quantized weights nor scaled or bounded logits.
     | \w+\ (?:attention_bias|bias|mlp_bias|qkv_bias|qk_norm|head_dim|sliding_window|
         layer_types|quantization_config|logits_scaling|logit_scale|
         final_logit_softcapping)\ lacks\ (?!(?:(\w+)\ )?->\ (?:\2|None|False|{})$)
@@ -155,9 +156,9 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
 def load_tokenizer(folder: str) -> Any:
     """Return the tokenizer of a model folder, as tokenizer.json describes it.
 
-    For some types AutoTokenizer builds another one from the same files. With those of
-    DeepSeek-V3, transformers 5.19 loses all spaces if the type is llama, and divides
-    numbers into other tokens if it is qwen2.
+    For some types of models AutoTokenizer builds a different tokenizer from the same
+    files. With DeepSeek-V3's files, transformers 5.19 drops all spaces if the type is
+    llama, and splits numbers differently if it is qwen2.
     """
     if Path(folder, "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
@@ -176,7 +177,7 @@ def check_trainable(model: str, config: Any) -> None:
             f"give one of type {', '.join(TRAINABLE)}"
         )
     own_head_size = config.hidden_size // config.num_attention_heads
-    # A head_dim may be given to a type that lacks it if it only repeats the size.
+    # A type without a head_dim may be given one that repeats the size it has anyway.
     defaults = {"head_dim": f"lacks {own_head_size}"} | type(config)().to_dict()
     for name, value in config.to_dict().items():
         default = defaults.get(name, "lacks")
@@ -287,7 +288,7 @@ def turn_end_tokens(tokenizer: Any) -> list[int]:
     after = text_after_answer(tokenizer, 2) + text_after_answer(tokenizer, 3)
     token_ids = tokenizer.encode(after, add_special_tokens=False)
     added = tokenizer.added_tokens_decoder
-    # An unknown character may be encoded by an added token, which the text lacks.
+    # An unknown character may be encoded as an added token that is not in the text.
     return [i for i in token_ids if i in added and str(added[i]) in after][:1]
 
 

@@ -84,8 +84,8 @@ PART_OF_PROBLEM = re.compile(
     r"(?!.*_id$)(?:.*[^a-z\n])?(?:figure|photo|diagram|drawing|graph|chart|context|"
     r"passage|article)s?(?:[^a-z\n].*)?|body)$"
 )
-# What is not text in a problem: <image>, and turns of a chat, for any model, such as
-# <|im_start|>, [INST], or "### Response:" at the end.
+# Matches what is not text in a problem: <image>, and the turns of a chat with any
+# model, such as <|im_start|>, [INST], or "### Response:" at the end.
 MARKUP = re.compile(
     r"(?i)<ima?ge?\b[^<>]*>|<\|[\w-]{3,}\|>|<｜|<\w+_of_turn>|"
     r"<(?:reserved|unused)_?\d+>|\[/?INST\]|<\|turn>|\[\|user\|\]|<<SYS>>|"
@@ -93,7 +93,7 @@ MARKUP = re.compile(
     r"\n\W*response)\s*:|\n\W*#\W*(?:response|output|answer|solution|assistant)\b)\W*"
     r"(?:<think>\W*)?$|<think>\W*$"
 )
-# What makes a gold answer of a built-in verifier unusable, by a pattern.
+# Patterns of gold answers that a built-in verifier cannot use, and what is wrong.
 GOLD_FAULTS = {
     # nan, pd.NA, \text{N/A}, [deleted], "No answer was found.", "See the proof.", -
     r"(?i)^(?:\W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.)?(?:nan|none|null|nil|n ?[/.] ?a|"
@@ -180,10 +180,10 @@ def load_task(
 ) -> list[dict[str, str]]:
     """Return [{"prompt": problem, "answer": gold}, ...] of "train" or "heldout".
 
-    `verifier` replaces that of the task. A built-in verifier can read every gold. An
-    unusable row is refused in the user's own files; in a hub dataset, which the user
-    cannot correct, it is left out and counted on stderr, as are columns that are not
-    read.
+    `verifier` replaces that of the task. If it is a built-in one, it can read every
+    gold. An unusable row is refused in the user's own files. In a hub dataset, which
+    the user cannot correct, it is left out and counted on stderr. Columns that are not
+    read are counted there too.
 
     Raises Refused, in one sentence, for an unknown task or split or an unusable row.
     """
@@ -311,10 +311,11 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
 
 
 def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[str, str]:
-    """Return {"prompt": problem, "answer": gold} of a row, which has `others` too.
+    """Return {"prompt": problem, "answer": gold} of a row.
 
-    Raises ValueError, with the reason, unless the row has one problem and one gold
-    answer, both of them texts, and the whole problem is in this text.
+    `others` are the names of the row's columns that are not read. Raises ValueError,
+    with the reason, unless the row has one problem and one gold answer, both of them
+    texts, and the whole problem is in this text.
     """
     texts = dict.fromkeys(COLUMNS, "")
     for column in COLUMNS:
@@ -351,10 +352,10 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
 
 
 def gold_of(texts: dict[str, str], verifier: str) -> str:
-    """Return the gold answer of a row, of which `texts` has the columns.
+    """Return the gold answer of a row, whose columns are in `texts`.
 
-    For a built-in verifier it may be marked, as in a worked solution. Any other
-    verifier gets the text unchanged.
+    For a built-in verifier, the gold answer may be marked in a longer text, such as a
+    worked solution. A verifier of the user's own gets the whole text.
 
     Raises ValueError, with the reason, if there is no answer that can be read.
     """
