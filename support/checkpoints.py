@@ -88,7 +88,7 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
         COMMITS.update(stored["commits"])
     except Exception as error:  # A damaged file raises many types.
         raise Refused(
-            f"--resume: {path} cannot be read: {one_line(error)}; restore it, or take "
+            f"--resume: {path} cannot be read: {one_line(error)}; restore it, or copy "
             "that of a new run with the same flags"
         ) from None
     allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
@@ -172,8 +172,9 @@ def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
             append_row(out / "resumes.jsonl", {"step": done, "changed": changed})
             print(f"{out}: continues after step {done}")
         print(
-            "e_B is 1 if the policy is what sampled, and falls the further the two are "
-            "apart; KL is in nats per token; tokens is the mean length of a response"
+            "e_B is 1 if the policy itself sampled the batch, and falls as policy and "
+            "sampler drift apart; KL is in nats per token; tokens is the mean length "
+            "of a response"
         )
     dist.barrier()
     for _ in range(NFS_SECONDS):
@@ -198,7 +199,7 @@ def take_folder(out: Path, cfg: Flags) -> None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"out_dir {out}: another run is at work there") from None
+            raise Refused(f"out_dir {out}: another run is using it") from None
         except OSError:
             pass  # Some file systems have no locks.
         if not checkpoints(out):

@@ -102,7 +102,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         if not isinstance(fields, dict):
             raise ValueError("write `name: value`, one per line")
         if len(yaml.compose(text).value) > len(fields):
-            raise ValueError("a name is there twice")
+            raise ValueError("a name occurs twice")
     except Exception as error:  # yaml raises many types.
         raise Refused(
             f"--config {path} is not a YAML file of fields: {one_line(error)}"

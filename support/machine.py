@@ -67,7 +67,7 @@ def init_distributed() -> dist.DeviceMesh:
     elif torch.version.cuda:
         raise Refused(
             f"torch is built for CUDA {torch.version.cuda} but finds no GPU that it "
-            "can use: check nvidia-smi (is the driver older?) and CUDA_VISIBLE_DEVICES"
+            "can use: check CUDA_VISIBLE_DEVICES and nvidia-smi (is its driver old?)"
         )
     else:
         device_type = "cpu"

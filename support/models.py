@@ -124,8 +124,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
         raise Refused(
             f"{model} is not a model folder, because it has no config.json of a model: "
             "merge an adapter (LoRA) into its model first; a run has model/ only after "
-            "its last step; to make one of its newest checkpoint, of step N, repeat "
-            "its command with --resume --steps N"
+            "its last step; to make it from the newest checkpoint, of step N, repeat "
+            "the command of the run with --resume --steps N"
         )
     try:
         # A model folder is data: code that comes with it is never run.

@@ -233,7 +233,7 @@ def test_a_folder_in_which_another_run_is_at_work_is_refused(group, tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, **pipes) as other:
         other.stdout.readline()
-        with pytest.raises(Refused, match="another run is at work there"):
+        with pytest.raises(Refused, match="another run is using it"):
             make_out_dir(cfg, {})
         other.kill()
     assert make_out_dir(cfg, {}) == tmp_path

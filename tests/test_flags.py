@@ -124,7 +124,7 @@ def test_a_flag_that_its_field_does_not_accept_is_refused_in_a_sentence(
         ("", "not a YAML file of fields: write `name: value`, one per line"),
         ("eps:0.4", "not a YAML file of fields: write `name: value`, one per line"),
         ("steps: [\n", "is not a YAML file of fields: while parsing"),
-        ("lag: 1\nlag: 2\n", "is not a YAML file of fields: a name is there twice"),
+        ("lag: 1\nlag: 2\n", "is not a YAML file of fields: a name occurs twice"),
         ("[" * 9999, "is not a YAML file of fields: maximum recursion depth"),
     ],
 )
