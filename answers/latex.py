@@ -171,9 +171,10 @@ REWRITES = r"""
 # \overline{3+4i}, \overline{3-4i}
 \\(?:overline|bar)~*\{([^{}]+)\+~*(\d*)~*i~*\} -> (\1-\2i)
 \\(?:overline|bar)~*\{([^{}]+)-~*(\d*)~*i~*\} -> (\1+\2i)
-# 3\mathbf{i}-\mathbf{j}+2\hat{k}
-(^|[+-])~*(?=BASIS(?:[ij].*BASISk|kCLOSE$)) -> \g<1>1
+# 3\mathbf{i}-\mathbf{j}+2\hat{k}, 3\mathbf{i}-\mathbf{j}
+(^|[+-])~*(?=BASIS(?:[ij].*BASIS[jk]|[jk]CLOSE$)) -> \g<1>1
 ^([^,]+?)BASISiCLOSE([^,]+?)BASISjCLOSE([^,]+?)BASISkCLOSE$ -> (\1,\2,\3)
+^([^,]+?)BASISiCLOSE([^,]+?)BASISjCLOSE$ -> (\1,\2)
 # 4\pmod 7, 4 \mod 7, 4 (\text{mod }7), x \equiv 4 \pmod{7}
 ~*\(?~*(?:\\[bp]?mod(?![a-z])|\\text\{~*mod~*\})~*\{?~*(\d+)~*\}?~*\)? -> \\text{mod~\1}
 ^[a-z]~*\\equiv~*(?=.*\\text\{mod) ->
@@ -221,6 +222,10 @@ _~*(\w) -> _{\1}
 # \text{all real numbers}, \varnothing, \varepsilon, x \not= 3
 \\text\{[aA]ll~real(?:s|~numbers)\} -> \\mathbb{R}
 \\varnothing -> \\emptyset
+# \text{no solution}, \text{No real solutions.}, DNE
+^\\text\{(?:There~(?:is|are)~)?[nN]o~solutions?\}$ -> \\emptyset
+^\\text\{([nN]o~real~solution)s\}$ -> \\text{\1}
+^\\text\{(?:DNE|[^{}]*(?<!\w)[dD]oes~not~exist)\}$ -> \\text{does~not~exist}
 \\varepsilon -> \\epsilon
 \\not~*= -> \\ne~
 # I_1, e_1, which are no constants
@@ -232,8 +237,8 @@ _~*(\w) -> _{\1}
 \^\{?('+)\}? -> \1
 (?<=[a-zA-Z])' -> _{prime}
 \^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
-# 204_5, 1A3_{16}, 2f_{16}: a numeral becomes a name, which is equal only to itself
-(?<![\w.}^])(\d(?:[\dA-F]*|[\da-f]*(?=_\{16)))_\{(\d+)\} -> \\text{\1~base~\2}
+# 204_5, 204_{(5)}, 1A3_{16}, 2f_{16}: a numeral becomes a name, which is equal only to itself
+(?<![\w.}^])(\d(?:[\dA-F]*|[\da-f]*(?=_\{16)))_\{\(?(\d+)\)?\} -> \\text{\1~base~\2}
 # 2024-05-01, 555-1234, (555) 123-4567, 10-15, which are no subtractions; 10 - 3 is one
 FROM(\+?[\d()~]*\d\)?-\d[\dX-]*)TO -> \\text{\1}
 # 05/01/2024, 05/2024, which are no quotients

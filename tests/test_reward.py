@@ -252,6 +252,8 @@ x^{2/3} == \sqrt[3]{x^2}
 (3,-1,2) == \langle 3,-1,2\rangle
 (3,-1,2) == ⟨3,-1,2⟩
 (3,-1,2) == 3\mathbf{i}-\mathbf{j}+2\hat{k}
+(3,-1) == 3\mathbf{i}-\mathbf{j} == 3\hat{\imath}-1\hat{\jmath}
+204_5 == 204_{(5)}
 2F_{16} == 2f_{16}
 4\pmod 7 == 4 \mod 7
 4\pmod 7 == x \equiv 4\ (\text{mod }7)
@@ -267,6 +269,9 @@ x^{3/2} == \sqrt{x^3} == x\sqrt{x}
 (x+1)^{5/6} == \sqrt[6]{(x+1)^5}
 \begin{pmatrix}3\\-1\\2\end{pmatrix} == \langle 3,-1,2\rangle == (3,-1,2)
 12:30 == \text{12:30}
+\text{no solution} == \emptyset == There is no solution.
+\text{no real solutions} == No real solution.
+\text{does not exist} == DNE == The limit does not exist.
 12 != 1 \quad 2 != 1\,\,2
 18 != x+1=18 != x-y=18 != 2x+y=18 != xy=18 != x^2=18 != e^x=18 != 2\sin x=18
 18 != -18 != 0.18
@@ -346,6 +351,7 @@ I^2R != -R
 x != x^T
 ABC != CAB
 \angle ABC != \angle ACB
+\text{no solution} != \text{no integer solution} != \text{one solution} != 0
 |x| != x
 500 != 10^{3}.5
 123 != 0,123
