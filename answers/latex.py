@@ -237,7 +237,7 @@ _~*(\w) -> _{\1}
 \^\{?('+)\}? -> \1
 (?<=[a-zA-Z])' -> _{prime}
 \^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
-# 204_5, 204_{(5)}, 1A3_{16}, 2f_{16}: a numeral becomes a name, which is equal only to itself
+# 204_5, 204_{(5)}, 1A3_{16}: a numeral becomes a name, equal only to itself
 (?<![\w.}^])(\d(?:[\dA-F]*|[\da-f]*(?=_\{16)))_\{\(?(\d+)\)?\} -> \\text{\1~base~\2}
 # 2024-05-01, 555-1234, (555) 123-4567, 10-15, which are no subtractions; 10 - 3 is one
 FROM(\+?[\d()~]*\d\)?-\d[\dX-]*)TO -> \\text{\1}
