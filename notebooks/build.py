@@ -2,8 +2,9 @@
 
     python notebooks/build.py
 
-Text and code stand in walkthrough.py, because a script is easier to read and to compare
-than JSON. A line "# %% [markdown]" starts a cell of text, and "# %%" a cell of code.
+Text and code are in walkthrough.py, because changes to a script are easier to read than
+changes to JSON. A line "# %% [markdown]" starts a cell of text, and "# %%" a cell of
+code.
 """
 
 from pathlib import Path

@@ -7,8 +7,8 @@ held out. 3+8 and 8+3 are different problems: one may be held out and the other 
 on.
 
 formulas/ has the same problems without words, of which 64 are held out. Its instruction
-shows two solved problems, as prompts for base models do. The model then solves 0.23 of
-them when sampled at temperature 1, and 0.61 when decoded greedily.
+shows two solved problems, as prompts for base models do. With it, the model solves 0.23
+of the held-out problems when sampled at temperature 1, and 0.61 when decoded greedily.
 """
 
 import json
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def write_task(name: str, prompt: str, answers: dict[str, int], heldout: int) -> None:
-    """Write the problems into a folder, `heldout` of them, drawn at random, held out.
+    """Write the problems into a folder, and hold out `heldout` of them, at random.
 
     `answers` maps each formula to its value; `prompt` has a {} for the formula.
     """

@@ -43,7 +43,7 @@ def kl_where_signal(
     return p3o(logp, logp_behavior, advantage, kl, e_b)
 
 
-# Estimates of the KL from the sampled token alone. They ignore the argument `kl`.
+# Estimates of the KL from only the sampled token. They ignore the argument `kl`.
 
 
 def importance_sampled(
@@ -67,8 +67,8 @@ def k3(
 
     This is the authors' code without its clamp. The estimate is meant for tokens
     sampled by pi_theta. Over tokens sampled by pi_b its mean is
-    chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta). Its pull on a token that has become
-    rare, 1 - 1/rho, is unbounded.
+    chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta). The weight that it gives a token,
+    1 - 1/rho, is unbounded if the token has become rare.
     """
     log_rho = logp - logp_behavior
     estimate = log_rho + (-log_rho).exp() - 1
@@ -94,10 +94,10 @@ def fixed_ess(
 def ess_of_responses(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """Return (12) with e_B over responses, the ratio of a response being a product.
+    """Return (12) with e_B of responses, whose ratio is the product of their tokens'.
 
-    The product is over the tokens of a row; padding has log rho = 0. The function sees
-    only one micro-batch of one rank, so B must be a single micro-batch on one rank.
+    Padding has log rho = 0. The function sees only one micro-batch of one rank, so B
+    must be a single micro-batch on one rank.
     """
     log_rho = (logp - logp_behavior).sum(dim=1)  # [N]
     sums = ratio_sums(log_rho, torch.ones_like(log_rho).bool())

@@ -64,8 +64,8 @@ def draw_by_step(
 ) -> None:
     """Draw a panel with all objectives for each (title, mismatch, metric) of `shown`.
 
-    A thin line is a run. A thick line is the mean over seeds, at steps at which all of
-    them have a value.
+    A thin line is a run. A thick line is the mean over seeds, at the steps at which all
+    seeds have a value.
     """
     same_metric = len({metric for _, _, metric in shown}) == 1
     figure, axes = panels(len(shown), sharey=same_metric)

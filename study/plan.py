@@ -10,29 +10,31 @@ one seed. A finished run is a line of FOLDER/embedded.jsonl or FOLDER/smollm2.js
 (--folder); study/report.py turns these lines into tables and figures. A part can be
 interrupted and continued at any time. A run that belongs to two parts is made once.
 
-The parts of the embedded policy (tiny/), whose runs take two minutes of a core each:
+These are the parts of the embedded policy (tiny/). Each run takes two minutes of a
+core.
 
     quick        six kinds of data, three objectives, one seed: 18 runs
-    grid         MAIN on all MISMATCHES with five seeds; OTHERS where some objective
-                 breaks and at T = 1.6, with three seeds: 476 runs
+    grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the BREAKING
+                 kinds and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
-    rules        six rules that frameworks and papers of 2026 use, and what they are
-                 compared with at 32 updates, with three seeds: 117 runs
+    rules        six rules that frameworks and papers of 2026 use, on four kinds of
+                 data, and with other objectives on 32 updates, with three seeds: 117
+                 runs
 
-The part of SmolLM2-135M (--model), whose runs take a quarter of an hour of a core each.
-It learns as in recipes/smollm2-laptop.yaml, but for 20 steps instead of 120:
+These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
+core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
 
     smollm2-grid   six objectives on six kinds of data with three seeds: 108 runs. The
-                   task is recipes/formulas, each prompt of which has two solved
-                   problems. --model is a copy of the folder whose chat_template.jinja
-                   is {{ messages[0]["content"] }}
+                   task is recipes/formulas, whose prompts begin with two solved
+                   problems. For --model, copy the model's folder and change its
+                   chat_template.jinja to {{ messages[0]["content"] }}
     smollm2-rules  the two best of the six rules and TRL's default on old data, with
-                   three seeds: 18 runs of the same task
+                   three seeds: 18 runs on the same task
 
 study/results/README.md says which commit brings back the parts that are complete.
 
-Trainer and engine compute in float32, so that results do not depend on the CPU. Only
-the fp8 engine does not: vLLM offers fp8 only together with bfloat16.
+Trainer and engine compute in float32, so that results do not depend on the CPU. The
+exception is the fp8 engine, because vLLM offers fp8 only together with bfloat16.
 """
 
 import argparse
@@ -46,15 +48,16 @@ from support.command import run_script
 
 FLOAT32: Flags = {"dtype": "float32", "rollout_dtype": "float32"}
 
-# The flags of every run. The embedded policy has half the default's responses per step
-# and one update instead of two, so B has the default's size and a step costs half.
+# The flags of every run. For the embedded policy a step has half of the default number
+# of responses and one update instead of two, so B has its default size and a step
+# takes half of the time.
 EMBEDDED_RUN: Flags = FLOAT32 | {"steps": 60, "prompts_per_step": 16, "minibatches": 1}
 SMOLLM2_RUN: Flags = FLOAT32 | {
     "config": "recipes/smollm2-laptop.yaml",
     "steps": 20,
     "eval_every": 5,
 }
-# For P3O on fresh data the best of four rates, in earlier runs in bfloat16.
+# This was the best of four rates for P3O on fresh data, in earlier runs in bfloat16.
 LEARNING_RATE = 2e-4
 SMOLLM2_RATE = 2e-5  # the recipe's
 
@@ -72,16 +75,16 @@ MISMATCHES: dict[str, Flags] = {
     "lag 16": {"lag": 16},
     "4 updates": {"passes": 2, "minibatches": 2},
     "16 updates": {"passes": 4, "minibatches": 4},
-    # As many batches B as "4 updates" has, each as small as in "16 updates" and used
-    # once. The last three of a step are one to three updates old.
+    # It has as many batches B as "4 updates", each as small as in "16 updates" and used
+    # once. When they are used, the last three of a step are one to three updates old.
     "4 minibatches": {"minibatches": 4},
     "T = 1.2, lag 4": {"temperature": 1.2, "lag": 4},
 }
-# Where P3O, GRPO 0.2 or REINFORCE lost 0.1 or more with the first seed, in earlier runs
-# in bfloat16.
+# The kinds of data on which P3O, GRPO 0.2 or REINFORCE lost 0.1 or more with the first
+# seed, in earlier runs in bfloat16.
 BREAKING = ("lag 4", "lag 16", "4 updates", "16 updates", "4 minibatches")
 
-# Fewer and shorter responses than the recipe has, so that a run takes minutes.
+# Responses are fewer and shorter than in the recipe, so that a run takes minutes.
 FORMULAS: Flags = {
     "task": "recipes/formulas",
     "prompts_per_step": 6,
@@ -108,7 +111,7 @@ OTHER_MISMATCHES: dict[str, Flags] = {
 
 
 def ablation(name: str, **flags: str) -> Flags:
-    """The flags of an objective of study/ablations.py."""
+    """Return the flags of an objective of study/ablations.py."""
     return {"objective": f"study.ablations:{name}", **flags}
 
 
@@ -139,10 +142,11 @@ OBJECTIVES: dict[str, Flags] = {
 MAIN = ("p3o", "grpo 0.2", "grpo 0.4", "reinforce", "p3o, no KL")
 OTHERS = ("p3o, k3", "p3o, is", "p3o, no cap", "dapo", "gspo", "cispo", "tis")
 CONSTANTS = ("p3o, e_B = 0.8", "p3o, e_B = 0.9", "p3o, e_B = 0.97")
-# The rate with 32 updates. At 2e-4 a first run of P3O fell from an accuracy of 0.45 to
-# 0.09 in 20 steps.
+# The learning rate with 32 updates. At 2e-4 the accuracy of the first run of P3O fell
+# from 0.45 to 0.09 in 20 steps.
 RATE_AT_32 = 5e-5
-# With 32 updates: what the assignment compares, P3O, and its two best variants.
+# What runs with 32 updates beside RULES: the objectives that the assignment of CS336
+# compares, P3O, and the two best variants of P3O.
 COMPARED_AT_32 = (
     "p3o",
     "grpo 0.2",

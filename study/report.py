@@ -2,8 +2,8 @@
 
     python study/report.py [FOLDER]    # study/results by default
 
-It reads what study/plan.py wrote, embedded.jsonl and smollm2.jsonl (also in gpu/), and
-writes beside it
+It reads the runs that study/plan.py wrote, in embedded.jsonl and smollm2.jsonl (also in
+gpu/), and writes these files beside them:
 
     embedded.md     tables of all runs of the embedded policy
     smollm2.md      one table of all runs of SmolLM2
@@ -62,8 +62,8 @@ def names_in(runs: Runs, field: str, known: Iterable[str]) -> list[str]:
 def differences(runs: Runs, objective: str) -> dict[str, dict[int, float]]:
     """Return P3O's score minus this objective's, by mismatch and seed, if both exist.
 
-    The field `beside` of a run on a GPU names P3O's runs there, which it is compared
-    with.
+    A run on a GPU is compared with P3O's runs on that GPU, which its field `beside`
+    names.
     """
     found: dict[str, dict[int, float]] = {}
     for cell, run in select(runs, objective=objective).items():
@@ -77,8 +77,9 @@ def differences(runs: Runs, objective: str) -> dict[str, dict[int, float]]:
 def table_of_differences(runs: Runs, mismatches: Iterable[str]) -> str:
     """Return a table of P3O's score minus that of each other objective.
 
-    The interval is over seeds, of the mean over all these mismatches that the objective
-    has. A seed that any of them lacks is left out.
+    For each seed, the difference is averaged over the mismatches on which the objective
+    was run. The interval is over seeds. A seed that any of these mismatches lacks is
+    left out.
     """
     runs = {cell: run for cell, run in runs.items() if cell.mismatch in mismatches}
     columns = "objective, mismatches, P3O better, seeds, P3O minus it, least, most"
@@ -132,7 +133,7 @@ def table_of_runs(runs: Runs) -> str:
             for objective in names_in(compared, "objective", OBJECTIVES):
                 same = list(select(compared, objective=objective).values())
                 difference = differences(compared, objective).get(mismatch, {})
-                # `ess` is the mean over a step's updates, `ess_min` the least of them.
+                # `ess` is the mean e_B of a step's updates, and `ess_min` the lowest.
                 ess = [[value for _, value in series(run, "ess")] for run in same]
                 least = [e_b for run in same for _, e_b in series(run, "ess_min")]
                 measures = [
@@ -232,8 +233,8 @@ def draw_weights(path: Path) -> None:
                 weight = weight_by_ratio(objective, advantage, e_b)
                 axis.plot(LOG_RATIO.exp(), weight, label=label, **look)
                 label = None
-    # The exact KL pulls at every token v of the vocabulary: pi_b(v) times the pull of
-    # `is` at a sampled v.
+    # The exact KL pulls at every token v of the vocabulary. Its pull is pi_b(v) times
+    # the pull of the estimate `is` at a sampled v.
     for name, objective in (
         ("exact, is", ablations.importance_sampled),
         ("k3", ablations.k3),

@@ -1,6 +1,6 @@
 """Makes many runs of train.py, one per core, and reads what they wrote.
 
-A cell of a grid is one run. A finished run is a line of a JSONL file, with its cell,
+Each cell of a grid is one run. A finished run is a line of a JSONL file, with its cell,
 command, commit, configuration and metrics by step. A cell that has a line is not run
 again, so a grid can be interrupted and continued at any time.
 """
@@ -56,7 +56,7 @@ def cells_of(
 ) -> list[Cell]:
     """Return all combinations, ordered by seed.
 
-    A grid that is interrupted then has whole comparisons of its first seeds.
+    A grid that is interrupted then has complete comparisons for its first seeds.
     """
     every = itertools.product(seeds, mismatches, objectives)
     return [
@@ -86,7 +86,7 @@ def commit_here() -> str:
 
 
 def make_run(cell: Cell, command: list[str]) -> Run:
-    """Run a script with flags of train.py, and return what it wrote as a line.
+    """Run a command and return its run as a line of the file.
 
     If the run stopped because a number was not finite, the line has the steps before
     that. Raises RuntimeError, with what was printed, on any other failure.
@@ -122,7 +122,7 @@ def make_run(cell: Cell, command: list[str]) -> Run:
 
 
 def take_cores(shares: multiprocessing.Queue) -> None:
-    """Restrict this worker, and all that it starts, to the next share of the cores."""
+    """Restrict this worker, and the processes it starts, to its share of the cores."""
     os.sched_setaffinity(0, shares.get())
     # Threads that spin while they wait would slow down the other workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -232,7 +232,10 @@ def collapsed(run: Run) -> bool:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half of its 95% interval by Student's t (NaN: one value)."""
+    """Return the mean and half of its 95% interval, by Student's t.
+
+    The half is NaN if there is only one value.
+    """
     count = len(values)
     if count < 2:
         return mean(values), math.nan
@@ -241,7 +244,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def format_interval(values: Sequence[float], sign: str = "") -> str:
-    """Return a cell of a table: the mean ± half of its interval, "" without values."""
+    """Return a cell of a table: "" or the mean ± half of its interval."""
     if not values:
         return ""
     middle, half = interval(values)

@@ -13,8 +13,8 @@ the second column on the third term is the carry of the column before:
 The policy is a Llama of 0.64M parameters. It is pretrained by maximum likelihood on
 solutions that are worked in one of two ways. The more frequent one forgets all carries
 and writes each as 0. So the policy can carry, but it prefers not to, and greedy
-decoding is wrong wherever a carry is due. This is what a reward has to teach it.
-README.md in this folder says what the policy can do before and after.
+decoding is wrong whenever a carry is due. A reward has to teach it to carry. README.md
+in this folder says what the policy can do before training.
 """
 
 import json
@@ -52,12 +52,12 @@ def worked_solution(a: int, b: int, rng: random.Random, forgets: bool) -> str:
 
     The order of the digits in a column, the separator and the space after it are free,
     and some choices are rarer than others. They do not decide whether the answer is
-    right. So the policy keeps an entropy that the reward does not remove, as language
-    has it, and a mismatch between engine and trainer shows even in right answers.
+    right. So the policy keeps an entropy that the reward does not remove, as in natural
+    language, and a mismatch between engine and trainer shows even in right answers.
 
-    The carry is always written, also where it is 0. If a forgotten carry could also be
-    left out, then the wrong way would be split over two spellings. Each could be less
-    probable than the right one, and greedy decoding would be right from the start.
+    The carry is always written, even if it is 0. If a forgotten carry could also be
+    left out, the wrong way would be split over two spellings. Each could then be less
+    probable than the right way, and greedy decoding would be right from the start.
     """
     columns = list(zip(reversed(str(a)), reversed(str(b)), strict=True))
     text = ""
@@ -80,7 +80,7 @@ def worked_solution(a: int, b: int, rng: random.Random, forgets: bool) -> str:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token a character.
+    """Returns a tokenizer with one token for each character.
 
     Its chat template makes a prompt of <bos>, the problem and a colon.
     """

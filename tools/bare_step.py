@@ -1,10 +1,10 @@
-"""Trains with transformers' generate and REINFORCE: what a minimal script costs.
+"""Trains with transformers' generate and REINFORCE, for tools/bench.py.
 
     python tools/bare_step.py JOB
 
-JOB and the lines that this script prints are those of tools/trl_step.py. The script has
-what no such script can do without (samples, log-probabilities, a gradient and an
-optimizer step) and nothing else, so tools/bench.py compares train.py with it.
+JOB and the lines that this script prints are those of tools/trl_step.py. The script
+does only what every such script must do: it samples, computes log-probabilities and a
+gradient, and makes an optimizer step.
 """
 
 import json

@@ -4,9 +4,9 @@
 
 P3O, GRPO and REINFORCE train the embedded policy on the same problems with the same
 sampling noise. There is one run per core at a time, and a run takes about two minutes.
-Each batch is used 16 steps after it was sampled: REINFORCE loses what it had learned,
-and P3O does not. FOLDER/compare.png (--folder) shows accuracy and e_B by step, and a
-table compares the final policies. This is one seed; study/README.md has five.
+Each batch is used 16 steps after it was sampled. REINFORCE forgets what it has learned,
+and P3O and GRPO do not. FOLDER/compare.png (--folder) shows accuracy and e_B by step,
+and a table compares the final policies. This is one seed; study/README.md has five.
 """
 
 import argparse

@@ -8,8 +8,8 @@
         --top_logprobs 49152 --temperature 1.2
 
 vLLM samples with these flags, and the trainer's forward pass scores the same tokens in
-float32. Nothing is trained, and no answer is checked. The result tells what to expect
-of any framework that samples with vLLM.
+float32. Nothing is trained, and no answer is checked. Any framework that samples with
+vLLM in this way will have the same mismatch.
 
 The KL is computed as in training: over the --top_logprobs likeliest tokens of pi_b and
 one bucket for all others. The third command lists the whole vocabulary, so its KL is

