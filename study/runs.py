@@ -244,7 +244,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def format_interval(values: Sequence[float], sign: str = "") -> str:
-    """Return a cell of a table: "" or the mean ± half of its interval."""
+    """Return a cell of a table: the mean ± half of its interval.
+
+    The cell is empty if there are no values.
+    """
     if not values:
         return ""
     middle, half = interval(values)
