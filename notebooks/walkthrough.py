@@ -236,7 +236,7 @@ assert ess_after < ess
 # ## 8. The same batch again, as stale data
 #
 # We make nine more updates on the same samples. The further the policy moves away from
-# the one that sampled, the lower is e_B.
+# the one that sampled, the lower e_B becomes.
 
 # %%
 for step in range(2, 11):
@@ -255,8 +255,8 @@ assert stale_ess < 0.95
 
 # %% [markdown]
 # The KL grows and then shrinks again: as e_B falls, the cap limits the policy term, and
-# the KL term pulls the policy back. REINFORCE has neither. From the same initial policy
-# it moves on without limit.
+# the KL term pulls the policy back. REINFORCE has neither, and from the same initial
+# policy it keeps moving away.
 
 # %%
 other = build_policy("tiny", mesh)
