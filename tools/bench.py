@@ -14,10 +14,10 @@ its own:
     .venv-trl/bin/pip uninstall -y torchvision torchaudio torchcodec
 
 --earlier compares with another commit of this repository (`git worktree add` makes its
-folder). The runs alternate, and a ratio is the median of the ratios of all rounds, so
-that other load on the machine affects it less than it affects seconds. --out is a JSON
-file with the numbers of all rounds; a .md file beside it has the table. To measure a
-CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
+folder). The runs alternate, and a ratio is the median of the ratios of all rounds.
+Other programs on the machine change such a ratio less than they change seconds. --out
+is a JSON file with the numbers of all rounds; a .md file beside it has the table. To
+measure a CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
 ATEN_CPU_CAPABILITY=avx2 before the command.
 """
 
@@ -47,7 +47,7 @@ from train import Config, problem_indices
 
 # The first steps of a run do not count, nor does the last one, which evaluates.
 WARM_UP = 2
-# A step of a pretrained model that suits two cores. Like TRL it makes one update.
+# A step of a pretrained model that suits two cores. It makes one update, as TRL's does.
 PRETRAINED = {
     "task": "recipes/sums-and-products",
     "prompts_per_step": 8,
@@ -85,7 +85,10 @@ class Failed(Exception):
 
 
 def in_rounds(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Return what each arm measures in each round. Every round starts with another."""
+    """Return what each arm measures in each round.
+
+    Each round starts with a different arm.
+    """
     names = list(arms)
     found: dict[str, list[Any]] = {name: [] for name in names}
     for turn in range(rounds):
@@ -102,7 +105,7 @@ def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
 
 
 def cell(numbers: list[float] | str) -> str:
-    """Return the median, with the least and the most in brackets; a text unchanged."""
+    """Return the median, with the range in brackets. A text is returned unchanged."""
     if isinstance(numbers, str):
         return numbers
     median = f"{statistics.median(numbers):.3g}"
@@ -279,8 +282,8 @@ def main() -> None:
     columns = {}
     models = {"tiny": {}} | ({bench.model: PRETRAINED} if bench.model else {})
     for dtype, (model, settings) in itertools.product(bench.dtypes, models.items()):
-        # At this learning rate the policy, and so the length of responses, stays as it
-        # is.
+        # This learning rate is so small that the policy, and so the length of its
+        # responses, does not change.
         flags = settings | {"dtype": dtype, "rollout_dtype": dtype}
         cfg = Config(model=model, learning_rate=1e-9, **flags)
         columns[f"{Path(model).name}, {dtype}"] = measure(cfg, bench)

@@ -6,11 +6,11 @@
         --config recipes/gsm8k-8gpu.yaml --rollout_quantization fp8_per_channel
 
 It takes the flags of train.py and makes three steps of its loop, with made-up rewards
-and a learning rate that changes any policy. The engine sleeps while the policy is
-updated, and the third step samples with top-p and top-k. --size replaces the model by a
-random one of Qwen2.5's architecture. Then the engine sleeps and wakes up many times,
-and a second engine loads the same weights from disk. If a number of the last table is
-outside its limits, the exit code is 1.
+and a learning rate that is large enough to change any policy. The engine sleeps while
+the policy is updated, and the third step samples with top-p and top-k. After the steps
+the engine sleeps and wakes up many times, and a second engine loads the same weights
+from disk. --size replaces the model by a random one of Qwen2.5's architecture. If a
+number of the last table is outside its limits, the exit code is 1.
 
 `make gpu-check` does this with the embedded policy and with 1.5 billion parameters,
 each without quantization and with fp8. Then it makes a run with fp8 and resumes it.
@@ -91,7 +91,7 @@ def phase(rows: Rows, name: str) -> Iterator[None]:
     if CUDA:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        # Used by all programs. Memory that a sleeping engine has released is free.
+        # This counts all programs on the GPU, but not what a sleeping engine released.
         row["GB in use"] = (total - free) / GB
         row["GB added"] = peak_memory_gb() - before / GB
     row["seconds"] = time.perf_counter() - start
@@ -170,8 +170,8 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     limit = SYNC_LIMITS["fp8" if quantized else "bfloat16 or TF32"]
     listed = rollouts.top_logp_behavior[rollouts.mask]
     checks = {
-        # Below 0.001 the engine does not use fp8: the embedded policy has 0.0022 with
-        # fp8, and 0.0004 with bfloat16.
+        # A value below 0.001 shows that the engine does not use fp8: the embedded policy
+        # has 0.0022 with fp8, and 0.0004 with bfloat16.
         "mean |log rho| at the start": limited(before, limit, 1e-3 * quantized),
         "mean |log rho| after the sync": limited(after, limit),
         "KL with top-p and top-k": limited(stats["mismatch_kl"], limit**2),
@@ -257,7 +257,7 @@ def main() -> None:
     failed = [
         title
         for title, row in found["checks"].items()
-        if not row["least"] <= row["value"] <= row["most"]  # NaN is not
+        if not row["least"] <= row["value"] <= row["most"]  # NaN fails
     ]
     print(f"{name} on {device}, rank 0")
     for part in found.values():

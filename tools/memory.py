@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(model_name: str) -> Shape:
-    """Return the sizes of a model like Llama or Qwen. Raises Refused if missing."""
+    """Return the sizes of a model like Llama or Qwen. Raises Refused if there is none."""
     try:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
@@ -118,8 +118,8 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
         # not sharded either.
         "embedding, head, gradient: 4 bytes": 2 * ELEMENT * shape.root,
         "activations of a micro-batch": tokens * kept,
-        # In float32: the head, its gradient, a chunk's gradient of the head, and three
-        # copies of a chunk's logits.
+        # These are in float32: the head, its gradient, a chunk's gradient of the head,
+        # and three copies of a chunk's logits.
         "head in chunks": 3 * 4 * (shape.head + min(CHUNK, tokens) * vocabulary),
     }
     rollout = {"engine: weights, KV cache": engine}
