@@ -170,8 +170,8 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     limit = SYNC_LIMITS["fp8" if quantized else "bfloat16 or TF32"]
     listed = rollouts.top_logp_behavior[rollouts.mask]
     checks = {
-        # A value below 0.001 shows that the engine does not use fp8: the embedded policy
-        # has 0.0022 with fp8, and 0.0004 with bfloat16.
+        # If it is below 0.001, the engine does not use fp8. The embedded policy has
+        # 0.0022 with fp8, and 0.0004 with bfloat16.
         "mean |log rho| at the start": limited(before, limit, 1e-3 * quantized),
         "mean |log rho| after the sync": limited(after, limit),
         "KL with top-p and top-k": limited(stats["mismatch_kl"], limit**2),

@@ -60,7 +60,10 @@ class Shape(NamedTuple):
 
 
 def shape_of(model_name: str) -> Shape:
-    """Return the sizes of a model like Llama or Qwen. Raises Refused if there is none."""
+    """Return the sizes of a model like Llama or Qwen.
+
+    Raises Refused if there is no such model.
+    """
     try:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
