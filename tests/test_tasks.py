@@ -19,7 +19,7 @@ from launch import run_script, start_node
 from reward import check_verifier, compute_rewards
 from support.command import Refused, Stopped, parse_flags
 from support.config import Config, EvalConfig
-from support.hub import COMMITS, split_revision
+from support.hub import COMMITS, explain, split_revision
 from support.tasks import (
     PLACEHOLDER,
     Dataset,
@@ -281,6 +281,31 @@ def test_what_the_hub_has_is_read_at_a_commit_or_a_sentence_says_why_not(from_hu
     os.truncate(file, 99)
     found, _ = from_hub("owner/plain", HF_HUB_OFFLINE="1")
     assert re.search("a file is damaged.*metadata bytes", found["owner/plain"])
+
+
+CAUSES = """
+[Errno 2] x | [Errno 13] x | [Errno 20] x | [Errno 28] x -> the cache cannot be written
+[Errno 27] x | [Errno 30] x | [Errno 122] x -> the cache cannot be written
+OfflineModeIsEnabled: x | Couldn't find cache for x -> HF_HUB_OFFLINE is set
+error 401 x | RepositoryNotFoundError: | DatasetNotFoundError: x -> there is no such
+error 429 x | error 502 x | ConnectError: x | ReadTimeout: x -> the hub does not answer
+LocalEntryNotFoundError: x | FileMetadataError: x -> the hub does not answer
+Found no data! | EmptyDataError: x | StopIteration: x -> it has no rows
+Unknown split x | Config name is missing -> of a dataset, the splits train and test
+column changed from string | Failed to parse string: 'x' -> a column has texts in some
+ArrowInvalid: x | JSONDecodeError: x | SafetensorError: x -> a file is damaged
+another error -> An error occurred while loading
+"""
+
+
+@pytest.mark.parametrize("row", CAUSES.strip().splitlines())
+def test_a_failure_of_the_hub_is_explained_by_its_cause(row):
+    causes, meaning = row.split(" -> ")
+    for cause in causes.split(" | "):
+        # The libraries wrap the cause in an error that says nothing.
+        error = ValueError("An error occurred while loading")
+        error.__cause__ = ValueError(cause)
+        assert explain(error).startswith(meaning), cause
 
 
 @pytest.mark.slow
