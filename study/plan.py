@@ -174,7 +174,10 @@ PARTS: dict[str, list[Cell]] = {
         )
         + at_rate(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, [seed])
         + at_rate(["32 updates"], ("p3o", "grpo 0.2"), [seed])
-    ],
+    ]
+    # Where a run with the first three seeds collapsed.
+    + at_rate(["lag 16"], ("ipo", "icepop"), [3, 4])
+    + at_rate(["32 updates"], ("p3o", "grpo 0.2"), [3, 4]),
 }
 of_smollm2 = partial(cells_of, learning_rate=SMOLLM2_RATE)
 SMOLLM2_PARTS: dict[str, list[Cell]] = {
