@@ -18,8 +18,8 @@ core.
                  kinds and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
     rules        six rules that frameworks and papers of 2026 use, on four kinds of
-                 data, and with other objectives on 32 updates, with three seeds: 117
-                 runs
+                 data, and with other objectives on 32 updates, with three seeds, or
+                 with five if a run collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
