@@ -101,9 +101,8 @@ def evaluate(
     seed and number of samples, the noise depends only on the problem. `sampling` has
     further fields of vLLM's SamplingParams. A collective.
     """
-    # Rank r of w has the problems r, r + w, ... Every rank has to sample something,
-    # because ranks may share an engine and Rollouts cannot be empty. So a rank without
-    # problems of its own repeats the first problem.
+    # Every rank has to sample something, because ranks may share an engine and Rollouts
+    # cannot be empty. So a rank without problems of its own repeats the first problem.
     indices = prompts_of_rank(len(split.prompts)) or [0]
     rollouts = engine.sample(
         [split.prompts[i] for i in indices],
@@ -116,14 +115,15 @@ def evaluate(
         "rewards": compute_rewards(split, indices, rollouts.text),
         "truncated": rollouts.truncated.tolist(),
     }
-    own = {}
-    for number, index in enumerate(indices):
-        rows = slice(number * samples, (number + 1) * samples)
-        own[index] = {name: column[rows] for name, column in columns.items()}
-    gathered: list = [None] * dist.get_world_size()
+    own = [
+        {name: column[first : first + samples] for name, column in columns.items()}
+        for first in range(0, len(rollouts.text), samples)
+    ]
+    ranks = dist.get_world_size()
+    gathered: list = [None] * ranks
     dist.all_gather_object(gathered, own)
-    results = {index: result for rank in gathered for index, result in rank.items()}
-    return [results[index] for index in range(len(split.prompts))]
+    # Rank r of w has the problems r, r + w, ...
+    return [gathered[i % ranks][i // ranks] for i in range(len(split.prompts))]
 
 
 def heldout_accuracy(
@@ -190,7 +190,7 @@ def main() -> None:
         verbose=cfg.verbose,
     )
     engine.show_progress = is_first
-    content: dict[str, Any] = {"correct": {}, "settings": cfg.model_dump()}
+    correct = {}
     for task, split in benchmarks.items():
         results = evaluate(
             engine,
@@ -201,15 +201,14 @@ def main() -> None:
             top_p=cfg.top_p,
             max_tokens=cfg.max_response_tokens,
         )
-        content["correct"][task] = [each["rewards"].count(1.0) for each in results]
+        correct[task] = [each["rewards"].count(1.0) for each in results]
         if is_first:
             write_samples(out, task, split, results)
     if is_first:
-        # Write the counts before computing the intervals, which takes a while.
+        estimates = estimate(correct, cfg.samples)
+        settings = cfg.model_dump()
+        content = {"pass@k": estimates, "correct": correct, "settings": settings}
         path = out / "results.json"
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        estimates = estimate(content["correct"], cfg.samples)
-        content = {"pass@k": estimates} | content
         path.write_text(json.dumps(content, indent=1) + "\n")
         for task, by_k in estimates.items():
             for k, passed in by_k.items():
@@ -223,18 +222,19 @@ def write_samples(
 ) -> None:
     """Append the results of `evaluate` to samples.jsonl, and print two shares.
 
-    They are those of truncated responses and, if there are any, of responses without
-    the mark that the verifier expects.
+    They are those of truncated responses and of responses without the mark that the
+    verifier expects. samples.jsonl is complete before the intervals are computed, which
+    takes a while.
     """
     for problem, result in zip(split.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})
     truncated = np.mean([result["truncated"] for result in results])
-    print(f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens")
     texts = [text for each in results for text in each["responses"]]
-    if unmarked := np.mean([split.is_unmarked(text) for text in texts]):
-        print(
-            f"{task}: {unmarked:.0%} of the responses have neither \\boxed{{}} nor ####"
-        )
+    unmarked = np.mean([split.is_unmarked(text) for text in texts])
+    print(
+        f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens, and "
+        f"the verifier misses a \\boxed{{}} or #### in {unmarked:.0%}"
+    )
 
 
 if __name__ == "__main__":

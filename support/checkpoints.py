@@ -17,7 +17,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import PreTrainedModel
 
-from support.command import Flags, Refused, Stopped, one_line, script_name
+from support.command import Flags, Refused, Stopped, one_line
 from support.config import ADJUSTABLE_FIELDS, NEUTRAL_FIELDS, Config
 from support.hub import COMMITS
 from support.log import ROW_FILES, append_row
-from support.machine import has_fast_bfloat16
 from support.models import COMPANIONS
 
 NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
@@ -41,13 +39,12 @@ CHECKPOINTS_OF_A_RUN = 2  # Only the newest are kept.
 
 
 def checkpoints(out: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of a run by their step, the newest last."""
-    folders = {
+    """Return the complete checkpoints of a run by their step, in any order."""
+    return {
         int(path.name[5:]): path
         for path in (out / "checkpoints").glob("step-*")
         if re.fullmatch(r"step-\d{6,}", path.name)
     }
-    return dict(sorted(folders.items()))
 
 
 def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
@@ -69,9 +66,6 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
         if not cfg.resume:
             raise
     out = Path(cfg.out_dir)
-    for name in ROW_FILES:
-        if (out / name).is_dir():
-            raise Refused(f"--resume: {out / name} is a folder: remove it")
     done = max(checkpoints(out), default=0)
     if not done and (out / "model").exists():
         raise Refused(
@@ -162,12 +156,10 @@ def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0:
         take_folder(out, cfg)
-        signal.signal(signal.SIGTERM, lambda *_: end_by_sigterm(out))
-        is_slow = (
-            "bfloat16" in (cfg.dtype, cfg.rollout_dtype) and not has_fast_bfloat16()
-        )
-        note = " (bfloat16 is slow on this machine)" if is_slow else ""
-        print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}{note}")
+        # Schedulers send SIGTERM some seconds before they kill a job. It ends the run
+        # as Ctrl-C does: run_script says how to continue.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
         if done := max(checkpoints(out), default=0):
             append_row(out / "resumes.jsonl", {"step": done, "changed": changed})
             print(f"{out}: continues after step {done}")
@@ -212,19 +204,6 @@ def take_folder(out: Path, cfg: Flags) -> None:
         raise Refused(f"out_dir {out} cannot be made: {error.strerror}") from None
 
 
-def end_by_sigterm(out: Path) -> None:
-    """Handle SIGTERM: print how to continue the run, and end this process.
-
-    Schedulers send SIGTERM some seconds before they kill a job.
-    """
-    sentence = (
-        f"{script_name()}: ended by SIGTERM; the same command with --resume --out_dir "
-        f"{out} continues after step {max(checkpoints(out), default=0)}\n"
-    )
-    os.write(2, sentence.encode())  # A handler may have interrupted a print.
-    os._exit(128 + signal.SIGTERM)
-
-
 def save_checkpoint(
     out: Path,
     step: int,
@@ -260,16 +239,15 @@ def save_checkpoint(
         torch.save(own, unfinished / f"rank-{rank}.pt")
         dist.barrier()
         if rank == 0:
-            publish(unfinished, unfinished.with_name(f"step-{step:06d}"))
-            for old in list(checkpoints(out).values())[:-CHECKPOINTS_OF_A_RUN]:
+            unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
+            for _, old in sorted(checkpoints(out).items())[:-CHECKPOINTS_OF_A_RUN]:
                 # Renamed first, so that a half-deleted folder is not a checkpoint.
                 shutil.rmtree(old.rename(unfinished))
     except (CheckpointException, OSError, RuntimeError) as error:
-        free = shutil.disk_usage(out).free / 2**30  # torch does not name a full disk.
         raise Stopped(
-            f"step {step}: the checkpoint cannot be written to {unfinished}, where "
-            f"{free:.1f} GB are free: {last_line(error)}; --resume can continue from "
-            f"{len(checkpoints(out))} earlier ones"
+            f"step {step}: the checkpoint cannot be written to {unfinished}: "
+            f"{last_line(error)}; free space if its disk is full, and --resume "
+            "continues from the checkpoint before"
         ) from error
 
 
@@ -295,13 +273,6 @@ def load_checkpoint(
     try:
         dcp.load(state, checkpoint_id=checkpoint)
         own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
-        # The step's row in the log is written after the checkpoint. If there is one, it
-        # may have an evaluation, which is kept.
-        log = out / "metrics.jsonl"
-        text = log.read_text(errors="replace") if log.exists() else ""
-        if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
-            with suppress(ValueError):  # A kill may have damaged it.
-                own["metrics"] |= json.loads(row[0])
     except (CheckpointException, Exception) as error:  # torch raises many types.
         raise Refused(
             f"--resume: {checkpoint} cannot be read: {last_line(error)}; move it away "
@@ -309,12 +280,6 @@ def load_checkpoint(
         ) from error
     set_state_dict(policy, optimizer, **state)
     return step, own["metrics"], own["queue"], own.get("rows", {})
-
-
-def publish(unfinished: Path, folder: Path) -> None:
-    """Give a folder that is completely written its name, in place of an older one."""
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
 
 
 def last_line(error: BaseException) -> str:
@@ -352,6 +317,8 @@ def save_model(
                     shutil.copyfile(file, unfinished / file.name)
         for file in unfinished.glob("*.safetensors"):  # readable only by their owner
             file.chmod((unfinished / "config.json").stat().st_mode)
-        publish(unfinished, folder)  # replaces the model of an end with fewer steps
+        # The run may have ended before, with fewer steps.
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
     except Exception as error:  # safetensors has its own exceptions
         raise Stopped(f"the model cannot be written to {folder}: {error}") from error

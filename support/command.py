@@ -12,25 +12,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 # torch reads this when it is imported: its C++ code must print no warnings.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-Count = Annotated[int, Field(ge=0)]
-PositiveCount = Annotated[int, Field(gt=0)]
-Amount = Annotated[float, Field(ge=0)]
-PositiveAmount = Annotated[float, Field(gt=0)]
-# vLLM refuses a temperature above 2, and raises one below 0.01 to 0.01.
-Temperature = Annotated[float, Field(ge=0.01, le=2)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
-# A number if the text can be read as one, else the text.
-NumberOrText = Annotated[float | str, Field(union_mode="left_to_right")]
 
 
 class Refused(Exception):
@@ -107,11 +96,9 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise Refused(
             f"--config {path} is not a YAML file of fields: {one_line(error)}"
         ) from None
-    if "ranks" in fields:
-        # This is the config.json of a run; the new run gets its own folder.
-        for name in ("environment", "commits", "ranks", "out_dir"):
-            fields.pop(name, None)
-    return {str(name): value for name, value in fields.items()}
+    # In the config.json of a run, which has "ranks", these describe the run itself.
+    own = ("environment", "commits", "ranks", "out_dir") if "ranks" in fields else ()
+    return {str(name): value for name, value in fields.items() if name not in own}
 
 
 def one_line(error: Exception) -> str:
@@ -141,7 +128,11 @@ def run_script(main: Callable[[], None]) -> None:
     except (Refused, Stopped, FloatingPointError, OSError) as error:
         print(f"{script_name()}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print(f"{script_name()}: interrupted", file=sys.stderr)
+        print(
+            f"{script_name()}: interrupted; the same command with --resume --out_dir "
+            "FOLDER continues a run of train.py from its newest checkpoint",
+            file=sys.stderr,
+        )
         status = 130
     except Exception:
         traceback.print_exc()

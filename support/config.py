@@ -8,33 +8,44 @@ that --help and the refusal of a wrong flag take no time.
 import os
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
-
-from support.command import (
-    Amount,
-    Count,
-    Flags,
-    Folder,
-    NumberOrText,
-    PositiveAmount,
-    PositiveCount,
-    Probability,
-    Temperature,
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
 )
+
+from support.command import Flags
 
 # Fields that a resumed run may change because they do not affect what it learns. The
 # field steps is not one of them: with a lag, no batch is sampled for a step after the
 # last.
 NEUTRAL_FIELDS = {
-    *("out_dir", "eval_every", "save_every", "resume", "verbose"),
-    *("environment", "commits"),
+    "out_dir",
+    "eval_every",
+    "save_every",
+    "resume",
+    "verbose",
+    "environment",
+    "commits",
     # These set how much memory a run takes. Their only effect on results is rounding.
-    *("micro_batch_tokens", "gradient_checkpointing", "rollout_tp"),
-    *("kv_cache_gb", "max_num_seqs"),
+    "micro_batch_tokens",
+    "gradient_checkpointing",
+    "rollout_tp",
+    "kv_cache_gb",
+    "max_num_seqs",
 }
 # Fields that a run may change when it resumes from a checkpoint, if it diverges.
 ADJUSTABLE_FIELDS = {"learning_rate", "warmup_updates"}
 
+Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
+# vLLM refuses a temperature above 2, and raises one below 0.01 to 0.01.
+Temperature = Annotated[float, Field(ge=0.01, le=2)]
+# A number if the text can be read as one, else the text.
+NumberOrText = Annotated[float | str, Field(union_mode="left_to_right")]
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -48,18 +59,18 @@ class SharedConfig(Flags):
     your own (recipes/README.md)"""
     out_dir: Folder = ""
     """the folder to write to; by default a new one in runs/, named after the time"""
-    max_response_tokens: PositiveCount = 64
+    max_response_tokens: PositiveInt = 64
     """truncate responses after this many tokens; 64 suits only the task tiny"""
-    top_p: Probability = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """sample from the most likely tokens that together have this probability; below 1
     the KL of a training run changes: see loss.restrict_to_kept_tokens"""
-    seed: Count = 0
+    seed: NonNegativeInt = 0
     """determines the sampling noise and, in training, the order of the problems"""
-    rollout_tp: PositiveCount = 1
+    rollout_tp: PositiveInt = 1
     """how many ranks of a node share an engine (tensor parallelism)"""
-    kv_cache_gb: PositiveAmount = 0.25
+    kv_cache_gb: PositiveFloat = 0.25
     """size of an engine's KV cache on each rank, in GB of 2^30 bytes"""
-    max_num_seqs: PositiveCount = 256
+    max_num_seqs: PositiveInt = 256
     """how many responses an engine decodes at the same time"""
     verbose: bool = False
     """show the messages of vLLM and torch"""
@@ -85,41 +96,42 @@ class Config(SharedConfig):
     # A step learns from a rollout batch of prompts_per_step x group_size responses. It
     # makes passes x minibatches optimizer steps on it. The batch B of (11) and (12) is
     # one minibatch, from which one optimizer step is made.
-    steps: PositiveCount = 60
+    steps: PositiveInt = 60
     """how many rollout batches to learn from"""
-    prompts_per_step: PositiveCount = 32
+    prompts_per_step: PositiveInt = 32
     """prompts in a rollout batch; a multiple of ranks x minibatches"""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G, the number of responses to a prompt"""
-    passes: PositiveCount = 1
+    passes: PositiveInt = 1
     """how many times to learn from each rollout batch"""
-    minibatches: PositiveCount = 2
+    minibatches: PositiveInt = 2
     """optimizer steps in a pass; the batch B of each is one minibatch"""
 
     # The rollouts
     temperature: Temperature = 1.0
     """sampling temperature of the rollouts"""
-    top_k: Count = 0
+    top_k: NonNegativeInt = 0
     """sample from the k most likely tokens, with the KL as for top_p; 0: from all"""
-    top_logprobs: PositiveCount = 20
+    top_logprobs: PositiveInt = 20
     """K: the KL is over the K most likely tokens of pi_b and a bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
-    """how the engine's linear layers compute while it samples rollouts"""
-    lag: Count = 0
+    """how the engine's linear layers compute while it samples rollouts; fp8 is slow on
+    a CPU without instructions for bfloat16"""
+    lag: NonNegativeInt = 0
     """steps between the sampling of a batch and its use; fewer for the first batches"""
-    max_prompt_tokens: Count = 0
+    max_prompt_tokens: NonNegativeInt = 0
     """drop longer prompts; 0: refuse a prompt that does not fit"""
 
     # The update
     policy_temperature: Temperature = 1.0
     """temperature of pi_theta, in training and evaluation"""
-    learning_rate: PositiveAmount = 1e-4
+    learning_rate: PositiveFloat = 1e-4
     """learning rate of AdamW, constant after the warm-up"""
-    warmup_updates: Count = 5
+    warmup_updates: NonNegativeInt = 5
     """optimizer steps over which the learning rate rises to its value"""
-    weight_decay: Amount = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """weight decay of AdamW"""
-    max_grad_norm: PositiveAmount = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """clip the gradient to this norm"""
 
     # The machine
@@ -129,19 +141,20 @@ class Config(SharedConfig):
     rollout_dtype: EngineDtype = "auto"
     """the dtype in which the engine computes; auto: bfloat16 if the machine is fast at
     it, else float16 on a GPU and float32 on a CPU; float16 is closer to float32, but
-    weights and activations above 65504 overflow"""
-    micro_batch_tokens: PositiveCount = 16384
+    weights and activations above 65504 overflow; bfloat16 is slow on a CPU without
+    instructions for it"""
+    micro_batch_tokens: PositiveInt = 16384
     """tokens in a forward pass, including padding: sets the memory, not the result; on
     a CPU it is lowered if their activations would take over 4 GB"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 
     # What is measured and saved
-    eval_every: Count = 10
+    eval_every: NonNegativeInt = 10
     """evaluate every N steps; 0: only before and after training"""
-    eval_problems: Count = 512
+    eval_problems: NonNegativeInt = 512
     """how many held-out problems to evaluate on; 0: all"""
-    save_every: Count = 0
+    save_every: NonNegativeInt = 0
     """write a checkpoint every N steps and after the last one; 0: never"""
     resume: bool = False
     """continue from the newest checkpoint in out_dir; without one, start from step 1"""
@@ -181,11 +194,11 @@ class EvalConfig(SharedConfig):
     """one or several tasks, each as train.py takes it: gsm8k,math"""
     split: Literal["train", "heldout"] = "heldout"
     """which problems of each task"""
-    samples: PositiveCount = 1
+    samples: PositiveInt = 1
     """n, the number of responses to a problem"""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """sampling temperature; 0: greedy; vLLM raises values below 0.01 to 0.01"""
-    limit: Count = 0
+    limit: NonNegativeInt = 0
     """how many problems of each task, from the first on; 0: all"""
     drop_long: bool = False
     """leave out prompts that leave no room for a response"""

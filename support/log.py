@@ -147,12 +147,12 @@ class Log:
             line += f"  held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,"
             line += f"  {metrics['heldout_greedy']:.3f} greedy"
         print(line)
-        if step == 1 and metrics["reward"] == 0:
+        if step == 1 and metrics["groups_with_signal"] == 0:
             print(
-                f"every reward of step 1 is 0: {metrics['truncated']:.0%} of the "
-                "responses were cut at max_response_tokens, and the verifier misses a "
-                f"\\boxed{{}} or #### in {metrics['unmarked']:.0%}; see "
-                f"{self.out}/samples.jsonl"
+                "nothing was learned in step 1, because the responses to each prompt "
+                f"all had the same reward: {metrics['truncated']:.0%} of the responses "
+                "were cut at max_response_tokens, and the verifier misses a \\boxed{} "
+                f"or #### in {metrics['unmarked']:.0%}; see {self.out}/samples.jsonl"
             )
 
     def append_samples(self, step: int, rollouts: Any) -> None:
@@ -185,11 +185,6 @@ class Log:
         for phase in PHASES:
             print(f"seconds in {phase:21}{rows[f'{phase}_seconds'].sum():8.1f}")
         print(f"{'seconds since this start':32}{time.perf_counter() - self.start:8.1f}")
-        if not rows["groups_with_signal"].any():
-            print(
-                "\nno group ever had a signal, so nothing was learned: the responses "
-                "to each prompt all had the same reward (samples.jsonl has some)"
-            )
         draw_curves(rows, self.out / "curves.png")
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 

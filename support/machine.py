@@ -44,15 +44,15 @@ def init_distributed() -> dist.DeviceMesh:
     could not reach this one.
     """
     missing = [name for name in SINGLE_RANK if name not in os.environ]
-    for name in PROCESS_COUNTS:
-        # Without a rank, each process would train a model of its own.
-        if missing and os.environ.get(name, "1") != "1":
-            raise Refused(
-                f"{name} is {os.environ[name]}, but {', '.join(missing)} not set: "
-                "start the ranks with torchrun (on each node, with --nnodes and "
-                f"--node-rank), or unset {name} for one rank"
-            )
     if missing:
+        for name in PROCESS_COUNTS:
+            # Without a rank, each process would train a model of its own.
+            if os.environ.get(name, "1") != "1":
+                raise Refused(
+                    f"{name} is {os.environ[name]}, but {', '.join(missing)} not set: "
+                    "start the ranks with torchrun (on each node, with --nnodes and "
+                    f"--node-rank), or unset {name} for one rank"
+                )
         os.environ.update(SINGLE_RANK)
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
@@ -116,17 +116,14 @@ def has_fast_bfloat16() -> bool:
     """Return whether this machine has instructions for bfloat16.
 
     A GPU has them from compute capability 8.0 on; a T4 or V100 does not. A CPU that has
-    them (AVX-512 BF16, AMX) samples the embedded policy in 0.8 of the time that float32
-    takes. On any other CPU bfloat16 takes two to four times as long as float32, and
-    fp8 took 20 times as long.
+    them (AVX-512 BF16, as has every CPU with AMX) samples the embedded policy in 0.8 of
+    the time that float32 takes. On any other CPU bfloat16 takes two to four times as
+    long as float32, and fp8 took 20 times as long.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (8, 0)
     # oneDNN's own check is not enough, because it also accepts AVX-512 without BF16.
-    has_instructions = (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
-    return has_instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def prepare_cpu(ranks_of_node: int) -> None:

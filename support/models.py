@@ -74,6 +74,7 @@ COMPANIONS = """
 """.split()
 
 
+@functools.cache  # The engines, the policy and the checks all ask for the same model.
 def model_folder(model: str) -> str:
     """Return the local folder of a model, after the download if it is on the hub.
 
@@ -83,15 +84,6 @@ def model_folder(model: str) -> str:
     for folder in Path(model, "model"), Path(model):
         if folder.is_dir():
             return str(folder)
-    return download(model)
-
-
-@functools.cache  # The engines, the policy and the checks all ask for the same model.
-def download(model: str) -> str:
-    """Return the local folder of owner/name[@revision], after the download.
-
-    Raises Refused if the hub has no such model or cannot be reached.
-    """
     repository, revision = split_revision(model)
     if repository.count("/") != 1:
         raise Refused(
@@ -118,22 +110,18 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     model's heads, or if policy.py cannot train it.
     """
     folder = model_folder(model)
-    # The config.json of a run holds its flags.
-    is_run = Path(folder, "metrics.jsonl").exists()
-    if is_run or not Path(folder, "config.json").is_file():
-        raise Refused(
-            f"{model} is not a model folder, because it has no config.json of a model: "
-            "merge an adapter (LoRA) into its model first; a run has model/ only after "
-            "its last step; to make it from the newest checkpoint, of step N, repeat "
-            "the command of the run with --resume --steps N"
-        )
     try:
         # A model folder is data: code that comes with it is never run.
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = load_tokenizer(folder)
     except Exception as error:  # tokenizers has its own exceptions
         reason, *_ = one_line(error).split(". ")
-        raise Refused(f"{model} is not a model that can be read: {reason}") from None
+        raise Refused(
+            f"{model} is not a model that can be read: {reason}; merge an adapter "
+            "(LoRA) into its model first; a run has model/ only after its last step; "
+            "to make it from the newest checkpoint, of step N, repeat the command of "
+            "the run with --resume --steps N"
+        ) from None
     text_config = config.get_text_config()  # differs if the model also reads images
     if to_train:
         check_trainable(model, config)
@@ -235,23 +223,20 @@ def check_weights(model: str, folder: str, config: Any) -> None:
     stored: dict[str, torch.Tensor] = {}
     reader = torch.nn.Module()
     reader.register_load_state_dict_pre_hook(lambda _, file, *__: stored.update(file))
+    is_quantized = getattr(config, "quantization_config", None)
     try:
         load_torch_model(reader, folder)
+        if config.model_type not in TRAINABLE or is_quantized:
+            return
+        with torch.device("meta"):  # takes no memory
+            built = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # safetensors has its own exceptions
         reason, *_ = one_line(error).split(". ")
         raise Refused(
-            f"{model}: its weights cannot be read: {reason}: it needs one complete "
-            "model.safetensors, or shards and their index (`git lfs pull` replaces "
-            "pointers, and save_pretrained converts .bin files)"
-        ) from None
-    if config.model_type not in TRAINABLE or getattr(config, "quantization_config", 0):
-        return
-    try:
-        with torch.device("meta"):  # takes no memory
-            built = AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise Refused(
-            f"{model}: no model can be built from its config.json: {one_line(error)}"
+            f"{model}: its weights or its config.json cannot be read: {reason}; it "
+            "needs one complete model.safetensors, or shards and their index (`git "
+            "lfs pull` replaces pointers, and save_pretrained converts .bin files), "
+            "and the config.json that belongs to them"
         ) from None
     expected = {(name, *weight.shape) for name, weight in built.state_dict().items()}
     found = {(name, *weight.shape) for name, weight in stored.items()}

@@ -19,7 +19,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 import eval
 import train
+from support.checkpoints import config_of
 from support.command import Refused
+from support.config import Config
 from support.models import (
     TRAINABLE,
     check_model,
@@ -96,7 +98,7 @@ CONFIGS = """
 {"tie_word_embeddings": false} -> only its config.json has lm_head.weight of shape
 {"num_hidden_layers": 2} -> only its safetensors has model.layers.2.input_layernorm.w
 {"attention_bias": true} -> config.json has model.layers.0.self_attn.k_proj.bias
-{"hidden_act": "x"} -> no model can be built from its config.json: KeyError('x')
+{"hidden_act": "x"} -> its weights or its config.json cannot be read: KeyError('x'); it
 """
 
 
@@ -123,7 +125,7 @@ def test_an_incomplete_file_of_weights_is_refused(damage, sharded, folder):
         check_model(str(folder))
     damage(folder / (SHARD if sharded else FILE))
     sentence = refusal(folder)
-    assert sentence.startswith(f"{folder}: its weights cannot be read: ")
+    assert sentence.startswith(f"{folder}: its weights or its config.json cannot be")
     assert "it needs one complete model.safetensors, or shards and their" in sentence
 
 
@@ -183,6 +185,10 @@ def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def with_the_flags_of_a_run(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(config_of(Config())))
+
+
 def with_a_pointer_for_a_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(POINTER)
 
@@ -198,8 +204,8 @@ def with_a_token_that_has_no_embedding(folder: Path) -> None:
     "damage, sentence",
     [
         (shutil.rmtree, "it is neither a folder nor owner/name on the hub"),
-        (without_config, "it has no config.json of a model: merge an adapter (LoRA)"),
-        (lambda folder: (folder / "metrics.jsonl").touch(), "a run has model/ only"),
+        (without_config, "; merge an adapter (LoRA) into its model first;"),
+        (with_the_flags_of_a_run, "a run has model/ only after its last step;"),
         (with_a_pointer_for_a_tokenizer, "is not a model that can be read: Expecting"),
         (with_a_token_that_has_no_embedding, "its tokenizer uses token 20, <new>, but"),
     ],

@@ -721,8 +721,10 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     responses = [r"\boxed{\sqrt{2}}", r"\boxed{18}", r"\boxed{018}", r"\boxed{1}"]
     assert score(responses, [r"\sqrt{2}", "18", "18", "18"]) == [1.0, 1.0, 1.0, 0.0]
     split = Dataset([{"prompt": "", "answer": "y"}], [], "math")
-    with pytest.raises(Stopped, match="^formulas cannot be compared .*answers"):
-        compute_rewards(split, [0], [r"\boxed{x}"])
+    responses = [r"\boxed{y}", r"\boxed{x}"]
+    sentence = r"^the verifier math fails on the response '\\\\boxed{x}' with the gold "
+    with pytest.raises(Stopped, match=f"{sentence}answer 'y': formulas cannot be comp"):
+        compute_rewards(split, [0], responses)
 
 
 @pytest.mark.parametrize(

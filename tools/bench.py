@@ -36,10 +36,11 @@ from typing import Any, Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hide warnings of torch's C++
 import torch
+from pydantic import PositiveInt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study.runs import ROOT, commit_here, table, words_of
-from support.command import Flags, PositiveCount, Refused, parse_flags, run_script
+from support.command import Flags, Refused, parse_flags, run_script
 from support.log import PHASES
 from support.models import check_model
 from support.tasks import load_task, task_of
@@ -69,9 +70,9 @@ class BenchConfig(Flags):
     """the Python of an environment with TRL; without it, TRL is not measured"""
     earlier: str = ""
     """a checkout of another commit to compare with"""
-    rounds: PositiveCount = 3
+    rounds: PositiveInt = 3
     """runs of each kind, which alternate"""
-    counted: PositiveCount = 5
+    counted: PositiveInt = 5
     """steps of a run that count"""
     out: str = "runs/bench.json"
     """file for the numbers"""

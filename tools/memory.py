@@ -14,17 +14,12 @@ from typing import NamedTuple
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hide warnings of torch's C++
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from policy import CHUNK
-from support.command import (
-    PositiveAmount,
-    PositiveCount,
-    Refused,
-    parse_flags,
-    run_script,
-)
+from support.command import Refused, parse_flags, run_script
 from support.models import activation_bytes
 from train import Config
 
@@ -40,9 +35,9 @@ RESERVE = 12 * GB
 class MemoryConfig(Config):
     """Compute the memory that a run of train.py needs on each GPU."""
 
-    ranks: PositiveCount = 1
+    ranks: PositiveInt = 1
     """GPUs per node"""
-    device_gb: PositiveAmount = 79.0
+    device_gb: PositiveFloat = 79.0
     """memory of a GPU in GB of 2^30 bytes"""
 
 

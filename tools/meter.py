@@ -21,13 +21,14 @@ from pathlib import Path
 
 import torch
 import transformers
+from pydantic import PositiveInt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from loss import effective_sample_size, ratio_sums
 from policy import Policy
 from rollout import Engine, noise_seed
-from support.command import PositiveCount, parse_flags, run_script
+from support.command import parse_flags, run_script
 from support.machine import init_distributed
 from support.models import model_folder
 
@@ -35,7 +36,7 @@ from support.models import model_folder
 class MeterConfig(train.Config):
     """Measure how far off-policy the rollouts are that these flags of train.py make."""
 
-    responses: PositiveCount = 256
+    responses: PositiveInt = 256
     """responses to measure, rounded up to a multiple of the held-out prompts"""
 
 
