@@ -287,8 +287,8 @@ class Run:
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # The last step that was completed, its metrics, the rollout batches sampled
-        # ahead, and the rows logged before.
+        # The last step that was completed, its metrics (with an evaluation if that was
+        # logged), the rollout batches sampled ahead, and the rows logged before.
         self.step, self.metrics, queue, rows = load_checkpoint(
             self.out, self.policy, self.optimizer
         )

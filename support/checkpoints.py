@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,13 @@ def load_checkpoint(
     try:
         dcp.load(state, checkpoint_id=checkpoint)
         own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
+        # The step's row in the log is written after the checkpoint. If there is one, it
+        # may have an evaluation, which is kept.
+        log = out / "metrics.jsonl"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
+            with suppress(ValueError):  # A kill may have damaged it.
+                own["metrics"] |= json.loads(row[0])
     except (CheckpointException, Exception) as error:  # torch raises many types.
         raise Refused(
             f"--resume: {checkpoint} cannot be read: {last_line(error)}; move it away "

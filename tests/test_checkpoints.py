@@ -241,12 +241,23 @@ def test_a_folder_in_which_another_run_is_at_work_is_refused(group, tmp_path):
 
 
 # After the checkpoint of step 3 the run wrote the rows of steps 3 and 4. Then the row
-# of step 2 was damaged, or both files were deleted.
+# of step 2 was damaged, or both files were deleted. The evaluation of step 3 is kept if
+# its row can still be read.
 @pytest.mark.parametrize(
-    "damage",
-    [b"", b"\n", b"\0\0\n", b"\xff\n", b'{"step": 2, \0}\n', b"[" * 9999, None],
+    "damage, kept",
+    [
+        (b"", {"heldout_greedy": 0.375}),
+        (b"\n", {"heldout_greedy": 0.375}),
+        (b"\0\0\n", {"heldout_greedy": 0.375}),
+        (b"\xff\n", {"heldout_greedy": 0.375}),
+        (b'{"step": 3, \0}\n', {}),
+        (b"[" * 9999, {}),  # without a line end, so the row of step 3 is damaged too
+        (None, {}),
+    ],
 )
-def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(damage, trained, tmp_path):
+def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(
+    damage, kept, trained, tmp_path
+):
     save, load = trained
     before = b'{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     paths = [tmp_path / name for name in ROW_FILES]
@@ -254,13 +265,13 @@ def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(damage, trained, tmp
         path.write_bytes(before)
     save(tmp_path, 3)
     for path in paths:
-        append_row(path, {"step": 3})
+        append_row(path, {"step": 3, "heldout_greedy": 0.375})
         append_row(path, {"step": 4})
         if damage is None:
             path.unlink()
         else:
             path.write_bytes(path.read_bytes().replace(b'{"step": 2}\n', damage))
-    assert load(tmp_path) == {"step": 3}
+    assert load(tmp_path) == {"step": 3} | kept
     # The log restores the rows with its first line. Until then nothing has changed.
     assert before not in [path.exists() and path.read_bytes() for path in paths]
     log = Log(tmp_path, None, 2, 9, None, load.rows)
