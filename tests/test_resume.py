@@ -19,6 +19,7 @@ import train
 from support.checkpoints import check_out_dir, checkpoints, config_of
 from support.command import Refused
 from support.config import Config
+from support.hub import COMMITS
 from support.log import append_row
 
 SMALL = [
@@ -246,6 +247,17 @@ def test_another_number_of_ranks_is_refused(stored, monkeypatch):
     out = stored(4)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert resume_refusal(out).startswith(f"--resume: ranks was 1 in {out} and is 2")
+
+
+def test_a_resumed_run_reads_the_recorded_commits_and_may_have_another_environment(
+    stored, monkeypatch
+):
+    monkeypatch.setitem(COMMITS, "owner/name", "c0ffee")
+    out = stored(4)
+    COMMITS.clear()
+    monkeypatch.setenv("OMP_X", "1")
+    assert resume_refusal(out) == ""
+    assert COMMITS == {"owner/name": "c0ffee"}
 
 
 # The run was to take 60 steps and has a checkpoint of step 20.
