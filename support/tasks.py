@@ -227,6 +227,13 @@ def load_task(
         say_once(
             f"{source}: of its {len(rows)} rows these columns are not read: {counts}"
         )
+    golds = [problem["answer"] for problem in problems]
+    dashed = re.search(r"(?m)^\d+-\d+$", "\n".join(golds))
+    if dashed and verifier == "math":
+        say_once(
+            f"{source}: an answer such as {dashed[0]!r} is compared as text: write "
+            "spaces around the minus sign of a difference"
+        )
     return problems
 
 
