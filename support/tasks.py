@@ -482,8 +482,10 @@ def check_texts(
     That is a special token anywhere in a text, or a character that the tokenizer does
     not know. Blanks, invisible characters and Unicode forms do not matter.
     """
+    # Solved examples in an instruction may end as the model ends a response.
+    examples = (instruction or "").replace(tokenizer.eos_token or "", "")
     texts = [text for problem in problems for text in problem.values()]
-    together = "\n".join([instruction or "", *texts])
+    together = "\n".join([examples, *texts])
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and len(token.content) > 1 and token.content in together:
             raise Refused(

@@ -685,6 +685,15 @@ def test_a_text_that_the_tokenizer_cannot_represent_is_refused(problem, sentence
         load(*own("1+1", problem))
 
 
+def test_solved_examples_in_an_instruction_may_end_with_the_end_of_sequence():
+    check_texts(tokenizer_with(), "1+1=2</s>", own("2+2"))
+    for other in ("<s>1+1=2", "1+1=2</s>\n<s>"):
+        with pytest.raises(Refused, match="has '<s>' in .* or the instruction, which"):
+            check_texts(tokenizer_with(), other, own("2+2"))
+    with pytest.raises(Refused, match="has '</s>' in a problem"):
+        check_texts(tokenizer_with(), "1+1=2</s>", own("2+2</s>"))
+
+
 def test_a_tokenizer_that_knows_characters_and_few_words_is_refused():
     tokenizer = tokenizer_with()
     tokenizer.backend_tokenizer.pre_tokenizer = None
