@@ -101,7 +101,7 @@ def are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         if isinstance(a, tuple) or not a:
             return all(map(are_equal, a, b))
-        # The first item of a may be any item of b if the others are then equal.
+        # The first item of a may equal any item of b, if the others are equal, too.
         return any(
             are_equal((a[0], a[1:]), (item, b[:i] + b[i + 1 :]))
             for i, item in enumerate(b)
@@ -132,7 +132,7 @@ def in_order(formula: Any) -> Any:
 def value_of(formula: Any) -> Any:
     r"""Return 18 for x = 18, m+n = 18, AB = 18, f(3) = 18, |z| = 18 and 9+9 = 18.
 
-    It is the pair for (x, y) = (1, 2). Any other formula is returned unchanged.
+    For (x, y) = (1, 2), return (1, 2). Any other formula is returned unchanged.
     """
     if not isinstance(formula, sympy.Eq):
         return formula
@@ -150,7 +150,7 @@ def value_of(formula: Any) -> Any:
 
 
 def is_zero(term: sympy.Expr) -> bool:
-    """Return whether a term is 0. A number is if its summands are far larger."""
+    """Return whether a term is 0. A number far below its summands counts as 0."""
     term = term.subs(sympy.Symbol("i", real=True), sympy.I).doit()
     if term.free_symbols:
         term = sympy.simplify(term)

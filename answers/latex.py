@@ -46,7 +46,7 @@ SIGNS = r"""
 #   LABEL      words that end with a colon
 #   BASIS      what precedes the letter of a basis vector, as in \mathbf{i} and
 #              \hat{\imath}
-#   CLOSE      what follows it
+#   CLOSE      what follows the letter of a basis vector
 #   UNIT       a unit after a number, with the bracket, dot and power that follow it
 #   SIGN       what a unit is made of
 #   NONE       words that are not a unit, as they change the number or its meaning: 18

@@ -274,8 +274,8 @@ def load_checkpoint(
     try:
         dcp.load(state, checkpoint_id=checkpoint)
         own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
-        # The step's row in the log is written after the checkpoint. If there is one, it
-        # may have an evaluation, which is kept.
+        # The step's row in the log is written after the checkpoint. If the log has this
+        # row, it may have an evaluation, which is kept.
         log = out / "metrics.jsonl"
         text = log.read_text(errors="replace") if log.exists() else ""
         if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):

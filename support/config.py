@@ -21,8 +21,8 @@ from pydantic import (
 from support.command import Flags
 
 # Fields that a resumed run may change because they do not affect what it learns. The
-# field steps is not one of them: with a lag, no batch is sampled for a step after the
-# last.
+# field steps is not one of them: with a lag, the last steps sample no batches, so a
+# longer run would have sampled more.
 NEUTRAL_FIELDS = {
     "out_dir",
     "eval_every",
@@ -42,7 +42,7 @@ NEUTRAL_FIELDS = {
 ADJUSTABLE_FIELDS = {"learning_rate", "warmup_updates"}
 
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
-# vLLM refuses a temperature above 2, and raises one below 0.01 to 0.01.
+# vLLM refuses a temperature above 2, and replaces one below 0.01 by 0.01.
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 # A number if the text can be read as one, else the text.
 NumberOrText = Annotated[float | str, Field(union_mode="left_to_right")]

@@ -18,8 +18,9 @@ FAILURES = {
         "HF_DATASETS_CACHE, for datasets) to a folder on another disk"
     ),
     r"OfflineMode|find cache for": (
-        "HF_HUB_OFFLINE is set, and the cache has no copy (nor can it serve a CSV file "
-        "with numbers): unset it to download one, or give a folder"
+        "HF_HUB_OFFLINE is set, and the cache has no copy, or only one of a CSV file "
+        "with numbers, which it cannot serve: unset it to download one, or give a "
+        "folder"
     ),
     r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
     r"GatedRepo|\b40[13]\b|(Repository|Dataset)NotFound": (
@@ -32,9 +33,8 @@ FAILURES = {
     ),
     r"no data!|StopIteration|EmptyData": "it has no rows",
     r"Unknown split|Config name": (
-        "of a dataset, the splits train and test of the default configuration are "
-        "read: save others as train.jsonl and heldout.jsonl in a folder "
-        "(recipes/README.md)"
+        "only the splits train and test of a dataset's default configuration are read: "
+        "save others as train.jsonl and heldout.jsonl in a folder (recipes/README.md)"
     ),
     r"changed from|Failed to parse string|int too large": (
         "a column has texts in some rows and numbers in others, or an integer of over "

@@ -30,7 +30,8 @@ PROCESS_COUNTS = (
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-# Larger blocks are returned to the system when they are freed. glibc allows no more.
+# Larger blocks are returned to the system when they are freed. glibc's limit for this
+# setting is 32 MiB.
 LARGEST_HEAP_BLOCK = 32 * 2**20  # bytes
 
 
@@ -116,8 +117,8 @@ def has_fast_bfloat16() -> bool:
     """Return whether this machine has instructions for bfloat16.
 
     A GPU has them from compute capability 8.0 on; a T4 or V100 does not. A CPU that has
-    them (AVX-512 BF16, as has every CPU with AMX) samples the embedded policy in 0.8 of
-    the time that float32 takes. On any other CPU bfloat16 takes two to four times as
+    them (AVX-512 BF16, which every CPU with AMX has) samples the embedded policy in 0.8
+    of the time that float32 takes. On any other CPU bfloat16 takes two to four times as
     long as float32, and fp8 took 20 times as long.
     """
     if torch.cuda.is_available():

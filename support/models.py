@@ -26,9 +26,9 @@ from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
 from support.tasks import text_after_answer
 
-# The types that policy.py supports: base_model.layers and a linear head. Engine and
-# trainer are compared on each of them in tests/test_rollout.py. vLLM has no code of its
-# own for those of the last two lines (see rollout.Engine.as_current).
+# The types of models that policy.py supports, with base_model.layers and a linear head.
+# tests/test_rollout.py compares engine and trainer on each of them. vLLM has no code of
+# its own for those of the last two lines (see rollout.Engine.as_current).
 TRAINABLE = """
     llama mistral qwen2 qwen3 gemma gemma3_text phi3 glm4 stablelm nemotron exaone4
     ernie4_5 smollm3 olmo olmo2 olmo3 glm starcoder2 seed_oss ministral hunyuan_v1_dense
@@ -39,10 +39,12 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints hold this buffer, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
 MAX_ACTIVATION_BYTES = 4 * 2**30  # on a CPU
-# Matches a field for which vLLM and transformers do not compute the same function, as
-# tests/config_fields.py shows. The text to match is "type field default -> value" for
-# each field of a config.json, with "lacks" in place of the default if the type has no
-# such field. (?!...) excludes the values for which both compute the same.
+# The fields of a config.json for which vLLM and transformers compute different
+# functions, as tests/config_fields.py shows. check_trainable writes each field as a
+# line such as "qwen3 attention_bias False -> True": the type of the model, the name,
+# the type's default, and the value. It refuses the model if a line matches. In place of
+# the default stands "lacks" if the type does not have the field. (?!...) excludes
+# values for which both compute the same.
 DIFFERENT = re.compile(
     r"""(?x)
     # Another activation. Gemma's gelu is gelu_pytorch_tanh.
@@ -126,7 +128,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     if to_train:
         check_trainable(model, config)
     check_heads(model, text_config, tp)
-    # Other added tokens may lack an embedding, like those for images in Gemma 3.
+    # Added tokens that the template does not use may lack an embedding, like those for
+    # images in Gemma 3.
     added = tokenizer.get_added_vocab().items()
     in_template = [n for token, n in added if token in str(tokenizer.chat_template)]
     highest = max([tokenizer.vocab_size - 1, *in_template])

@@ -180,10 +180,10 @@ def load_task(
 ) -> list[dict[str, str]]:
     """Return [{"prompt": problem, "answer": gold}, ...] of "train" or "heldout".
 
-    `verifier` replaces that of the task. If it is a built-in one, it can read every
-    gold. An unusable row is refused in the user's own files. In a hub dataset, which
-    the user cannot correct, it is left out and counted on stderr. Columns that are not
-    read are counted there too.
+    `verifier` replaces that of the task. A built-in verifier can read every gold that
+    is returned. A row that cannot be used is refused in the user's own files. In a hub
+    dataset, which the user cannot correct, it is left out and counted on stderr. The
+    columns that are not read are also named there.
 
     Raises Refused, in one sentence, for an unknown task or split or an unusable row.
     """
@@ -223,9 +223,9 @@ def load_task(
             )
         say_once(f"{note}: left out")
     if unread:
-        counts = ", ".join(f"{column} ({n} rows)" for column, n in unread.items())
+        counts = ", ".join(f"{column} (in {n})" for column, n in unread.items())
         say_once(
-            f"{source}: of its {len(rows)} rows these columns are not read: {counts}"
+            f"{source} has {len(rows)} rows, and columns that are not read: {counts}"
         )
     golds = [problem["answer"] for problem in problems]
     dashed = re.search(r"(?m)^\d+-\d+$", "\n".join(golds))
@@ -295,7 +295,7 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
                 # Read texts instead, so that 025 is not 25.
                 texts = Features(dict.fromkeys(rows.features, Value("string")))
                 rows = load(features=texts, keep_default_na=False)
-        table = rows.data.to_pylist()  # without decoding, as of pictures
+        table = rows.data.to_pylist()  # This does not decode pictures.
     except Exception as error:  # many kinds, from the network's to the file format's
         raise Refused(f"{source} cannot be loaded: {explain(error)}") from None
     # datasets caches what it has read from the hub in a folder named by the commit.

@@ -138,7 +138,7 @@ def test_rows_of_a_hub_dataset_without_a_marked_answer_are_left_out(
     said = capsys.readouterr().err
     assert re.search(note, said)
     assert (
-        "lighteval train: of its 10 rows these columns are not read: level (10" in said
+        "lighteval train has 10 rows, and columns that are not read: level (in" in said
     )
 
 
@@ -252,7 +252,7 @@ UNREADABLE = {
     "owner/large_number": "a column .* an integer of over 18 digits: download the file",
     "owner/empty": "it has no rows",
     "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
-    "owner/other": "of a dataset, the splits train .*Should be one of .'validation'",
+    "owner/other": "only the splits train and .*Should be one of .'validation'",
     "owner/model@nope": "it has no such revision: give a branch, a tag or a commit",
     "owner/no_model": "there is no such repository, .*log in with `hf auth login`",
     "owner/gated_model": ".*or it is gated or private: ",
@@ -291,7 +291,7 @@ error 401 x | RepositoryNotFoundError: | DatasetNotFoundError: x -> there is no 
 error 429 x | error 502 x | ConnectError: x | ReadTimeout: x -> the hub does not answer
 LocalEntryNotFoundError: x | FileMetadataError: x -> the hub does not answer
 Found no data! | EmptyDataError: x | StopIteration: x -> it has no rows
-Unknown split x | Config name is missing -> of a dataset, the splits train and test
+Unknown split x | Config name is missing -> only the splits train and test of a dataset
 column changed from string | Failed to parse string: 'x' -> a column has texts in some
 ArrowInvalid: x | JSONDecodeError: x | SafetensorError: x -> a file is damaged
 another error -> An error occurred while loading
@@ -493,8 +493,8 @@ def test_columns_that_are_not_read_are_named_once_with_their_rows(load, capsys):
     rows[1] |= {"num_images": 3}
     for _ in range(2):
         assert len(load(*rows).problems) == 3
-    note = "of its 3 rows these columns are not read: table (2 rows), a (1 rows), b (1 "
-    note += "rows), num_images (1 rows), messages (1 rows), optional (1 rows)\n"
+    note = "has 3 rows, and columns that are not read: table (in 2), a (in 1), "
+    note += "b (in 1), num_images (in 1), messages (in 1), optional (in 1)\n"
     assert capsys.readouterr().err.count(note) == 1
     load(*own("1"))
     assert capsys.readouterr().err == ""

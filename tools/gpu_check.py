@@ -175,7 +175,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         "mean |log rho| at the start": limited(before, limit, 1e-3 * quantized),
         "mean |log rho| after the sync": limited(after, limit),
         "KL with top-p and top-k": limited(stats["mismatch_kl"], limit**2),
-        "share of listed tokens that these remove": limited(
+        "share of listed tokens that top-p removes": limited(
             listed.isneginf().float().mean().item(), least=0.01
         ),
     }

@@ -222,22 +222,23 @@ def bapo(
     BAPO, arXiv 2510.18927, equation 8, by its authors' code and README. low and high
     are bounds on rho itself. A token contributes min(rho, high) A if A > 0, and
     max(rho, low) |A| if A < 0. First low rises, then high, until the tokens with A > 0
-    contribute at least the share `target` of the sum. A higher low drops more tokens
-    with A < 0, but in this sum it makes them contribute more, so low rises either to
-    its maximum or not at all. B must be a single micro-batch.
+    contribute at least the share `target` of the sum. Raising low drops more tokens
+    with A < 0, but it also raises their contribution to this sum, so low rises either
+    to its maximum or not at all. B must be a single micro-batch.
 
-    1. The README's target is a share of the sum, 0.5. The code instead divides the
-       contribution of A > 0 by that of A < 0; its YAML asks for a quotient of 1, which
-       is the same, and its script for 0.5. The advantages of a group add up to 0, so
-       for fresh data with responses of equal length the share is 0.5 up to rounding,
-       and then rounding moves the bounds.
+    1. `target` is a share of the sum, as in the README of the authors. Their code
+       compares another number with its target: the contribution of A > 0 divided by
+       that of A < 0. Their YAML file sets this target to 1, which is a share of 0.5,
+       and their script sets it to 0.5. On fresh data whose responses are equally long,
+       the share is 0.5 up to rounding, because the advantages of a group add up to 0.
+       Rounding then decides whether the bounds move.
     2. In the paper the target is 0.4, high rises before low, in steps of 0.05 and 0.02,
        and each contribution is multiplied by pi_b. Without that factor 0.4 is nearly
        always reached, and the bounds stay where they start.
-    3. The ranges are the paper's, and the steps are the script's. In the YAML the
-       ranges end at 0.8 and 2.0, and high rises in steps of 0.05. In the script the
-       ranges are 0.8 to 0.95 and up to 2.0. The authors' code sets the bounds for each
-       micro-batch, over all ranks.
+    3. The ranges of low and high are the paper's, and their steps are those of the
+       authors' script. In that script low goes from 0.8 to 0.95, and high ends at 2.0.
+       In the YAML file low ends at 0.8, and high ends at 2.0 and rises in steps of
+       0.05. The authors' code sets the bounds for each micro-batch, over all ranks.
     4. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
     """
     rho = (logp - logp_behavior).exp()

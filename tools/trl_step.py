@@ -104,7 +104,7 @@ def main(job: dict[str, Any]) -> None:
             max_completion_length=job["max_tokens"],
             max_steps=job["steps"],
             shuffle_dataset=False,
-            # So small, as in our run, that responses keep their length.
+            # As in our run, it is so small that responses keep their length.
             learning_rate=1e-9,
             use_cpu=not CUDA,
             # As in our run, weights are in float32 and matrix products in `dtype`.
