@@ -94,10 +94,11 @@ def fixed_ess(
 def ess_of_responses(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """Return (12) with e_B of responses, whose ratio is the product of their tokens'.
+    """Return (12) with e_B of responses.
 
-    Padding has log rho = 0. The function sees only one micro-batch of one rank, so B
-    must be a single micro-batch on one rank.
+    The ratio of a response is the product of its tokens' ratios. Padding has a log rho
+    of 0. The function sees only one micro-batch of one rank, so B must be a single
+    micro-batch on one rank.
     """
     log_rho = (logp - logp_behavior).sum(dim=1)  # [N]
     sums = ratio_sums(log_rho, torch.ones_like(log_rho).bool())

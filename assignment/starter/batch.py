@@ -26,11 +26,11 @@ def update(
     fewer. policy(part) returns log pi_theta of the sampled tokens, [N, T], and of the K
     tokens of the KL, [N, T, K]. all_reduce(tensor) returns the sum of the tensors that
     the world_size ranks gave it; all ranks have to call it equally often. After
-    `update` the gradients of the ranks are averaged, as FSDP and DDP do, and what was
-    added, averaged, has to be the gradient of (12). If e_B is NaN, return it: the
-    trainer then stops and uses no gradient.
+    `update` the gradients of the ranks are averaged, as FSDP and DDP do. The average of
+    what the ranks have added has to be the gradient of (12). If e_B is NaN, return it:
+    the trainer then stops and uses no gradient.
 
-    No token's weight is known before e_B of the whole batch is. Each micro-batch needs
+    The weight of a token depends on e_B of the whole batch. So each micro-batch needs
     one pass for e_B and a second one for the gradient. Memory can hold the graph of one
     micro-batch, which saves its second pass: n micro-batches take 2 n - 1 passes.
     """
