@@ -16,8 +16,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,7 @@ def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0:
         take_folder(out, cfg)
+
         # Schedulers send SIGTERM some seconds before they kill a job. It ends the run
         # as Ctrl-C does: run_script says how to continue.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -205,6 +206,33 @@ def take_folder(out: Path, cfg: Flags) -> None:
         raise Refused(f"out_dir {out} cannot be made: {error.strerror}") from None
 
 
+@contextmanager
+def publish(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which gets its name at the end of the with-block.
+
+    A run may be killed at any moment, so a folder has its name only when it is
+    complete. It replaces an earlier folder of this name. Raises Stopped if it cannot be
+    written, as on a full disk. A collective.
+    """
+    unfinished = folder.with_name("unfinished")
+    is_first = dist.get_rank() == 0
+    try:
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        dist.barrier()
+        yield unfinished
+        dist.barrier()
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+            unfinished.rename(folder)
+    except (CheckpointException, Exception) as error:  # libraries raise many types
+        raise Stopped(
+            f"{folder} cannot be written: {last_line(error)}; free space if its disk "
+            "is full, and --resume continues from the newest checkpoint"
+        ) from error
+
+
 def save_checkpoint(
     out: Path,
     step: int,
@@ -216,40 +244,24 @@ def save_checkpoint(
     """Write checkpoints/step-N, then delete all but the newest ones. A collective.
 
     `queue` holds this rank's rollout.Rollouts that no step has used yet. `metrics` are
-    those of the step, which are logged only after this. A run may be killed at any
-    moment, so a folder gets its name only when it is complete. Raises Stopped if it
-    cannot be written, as on a full disk.
+    those of the step, which are logged only after this. Raises Stopped if the
+    checkpoint cannot be written.
     """
     rank = dist.get_rank()
-    unfinished = out / "checkpoints" / "unfinished"
-    if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
-    try:
-        dist.barrier()
-        dcp.save(state, checkpoint_id=unfinished)
-        own = {
-            "metrics": metrics,
-            "queue": [vars(batch) for batch in queue],
-        }
+    own = {"metrics": metrics, "queue": [vars(batch) for batch in queue]}
+    with publish(out / "checkpoints" / f"step-{step:06d}") as folder:
+        dcp.save(state, checkpoint_id=folder)
         if rank == 0:
             own["rows"] = {
                 name: (out / name).read_text(errors="replace") for name in ROW_FILES
             }
-        torch.save(own, unfinished / f"rank-{rank}.pt")
-        dist.barrier()
-        if rank == 0:
-            unfinished.rename(unfinished.with_name(f"step-{step:06d}"))
-            for _, old in sorted(checkpoints(out).items())[:-CHECKPOINTS_OF_A_RUN]:
-                # Renamed first, so that a half-deleted folder is not a checkpoint.
-                shutil.rmtree(old.rename(unfinished))
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise Stopped(
-            f"step {step}: the checkpoint cannot be written to {unfinished}: "
-            f"{last_line(error)}; free space if its disk is full, and --resume "
-            "continues from the checkpoint before"
-        ) from error
+        torch.save(own, folder / f"rank-{rank}.pt")
+    if rank == 0:
+        for _, old in sorted(checkpoints(out).items())[:-CHECKPOINTS_OF_A_RUN]:
+            # Renamed first, so that a half-deleted folder is not a checkpoint.
+            shutil.rmtree(old.rename(folder))
 
 
 def load_checkpoint(
@@ -309,24 +321,17 @@ def save_model(
     that the model was built from, so any version that can read that folder can read
     this one. A collective. Raises Stopped if the folder cannot be written.
     """
-    stored = {}
+    stored = {}  # stays empty on the other ranks
     for name, weight in weights:
         if dist.get_rank() == 0 and name not in model.all_tied_weights_keys:
             stored[name] = weight.to("cpu", model.config.dtype)
-    if dist.get_rank() > 0:
-        return
-    unfinished = folder.with_name("model.unfinished")
-    try:
-        unfinished.mkdir(exist_ok=True)
-        save_torch_state_dict(stored, unfinished)
-        for pattern in COMPANIONS:
-            for file in Path(model.name_or_path).glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, unfinished / file.name)
-        for file in unfinished.glob("*.safetensors"):  # readable only by their owner
-            file.chmod((unfinished / "config.json").stat().st_mode)
-        # The run may have ended before, with fewer steps.
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    except Exception as error:  # safetensors has its own exceptions
-        raise Stopped(f"the model cannot be written to {folder}: {error}") from error
+    with publish(folder) as unfinished:
+        if stored:
+            save_torch_state_dict(stored, unfinished)
+            for pattern in COMPANIONS:
+                for file in Path(model.name_or_path).glob(pattern):
+                    if file.is_file():
+                        shutil.copyfile(file, unfinished / file.name)
+            # Only their owner may read these files yet.
+            for file in unfinished.glob("*.safetensors"):
+                shutil.copymode(unfinished / "config.json", file)
