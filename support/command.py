@@ -129,8 +129,9 @@ def run_script(main: Callable[[], None]) -> None:
         print(f"{script_name()}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(
-            f"{script_name()}: interrupted; the same command with --resume --out_dir "
-            "FOLDER continues a run of train.py from its newest checkpoint",
+            f"{script_name()}: interrupted; the same command with --resume and the "
+            "run's folder (its first line names it) as --out_dir continues a run of "
+            "train.py from its newest checkpoint",
             file=sys.stderr,
         )
         status = 130
