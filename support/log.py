@@ -53,6 +53,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -78,7 +79,6 @@ class Log:
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.start = time.perf_counter()
         self.ends: list[float] = []  # when each line was written
 
     @contextmanager
@@ -138,11 +138,9 @@ class Log:
             line += f"  KL {metrics['mismatch_kl']:.1e}"
             line += f"  tokens {metrics['response_tokens']:.1f}"
         self.ends.append(time.perf_counter())
-        if steps := len(self.ends) - 1:  # since this start of the run
-            seconds = self.ends[-1] - self.ends[-2]
-            mean = (self.ends[-1] - self.ends[0]) / steps
-            left = timedelta(seconds=round(mean * (self.steps - step)))
-            line += f"  {seconds:.1f} s  {left} left"
+        if seconds := np.diff(self.ends).tolist():  # of the steps since this start
+            left = timedelta(seconds=round(np.mean(seconds) * (self.steps - step)))
+            line += f"  {seconds[-1]:.1f} s  {left} left"
         if "heldout_greedy" in metrics:
             line += f"  held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,"
             line += f"  {metrics['heldout_greedy']:.3f} greedy"
@@ -182,9 +180,6 @@ class Log:
         for name in ("pass@1", "greedy"):
             accuracy = rows[f"heldout_{name}"].dropna().tolist()
             print(f"{'held-out ' + name:24}{accuracy[0]:8.3f}{accuracy[-1]:8.3f}")
-        for phase in PHASES:
-            print(f"seconds in {phase:21}{rows[f'{phase}_seconds'].sum():8.1f}")
-        print(f"{'seconds since this start':32}{time.perf_counter() - self.start:8.1f}")
         draw_curves(rows, self.out / "curves.png")
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 

@@ -427,19 +427,15 @@ def test_a_run_prints_a_line_per_step_and_a_table_but_no_output_of_libraries(run
     lines = list(filter(str.strip, run.printed.splitlines()))
     steps = [line.split()[1] for line in lines if line.startswith("step")]
     assert steps == ["0", "1", "2"]  # 0 is before training
-    # The other lines are the folder, the columns, a heading, two accuracies, the
-    # seconds of four phases and of the run, and its files.
-    assert len(lines) == 2 + 3 + 1 + 2 + 5 + 1, run.printed
-    before, *trained = run.metrics
-    last = trained[-1]
+    # The other lines are the folder, the columns, a heading, two accuracies and the
+    # files of the run.
+    assert len(lines) == 2 + 3 + 1 + 2 + 1, run.printed
+    before, _, last = run.metrics
     assert f"  e_B {last['ess']:.4f}  KL {last['mismatch_kl']:.1e}  " in lines[4]
     assert re.search(r" \d+\.\d s  0:00:00 left  held-out pass@1 ", lines[4])
     for name in "pass@1", "greedy":
         first, final = (row[f"heldout_{name}"] for row in (before, last))
         assert f"held-out {name:15}{first:8.3f}{final:8.3f}" in lines
-    for name in PHASES:
-        seconds = sum(row[f"{name}_seconds"] for row in trained)
-        assert f"seconds in {name:21}{seconds:8.1f}" in lines
 
 
 def test_a_run_leaves_the_files_that_it_promises(run):
