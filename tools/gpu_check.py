@@ -8,9 +8,10 @@
 It takes the flags of train.py and makes three steps of its loop, with made-up rewards
 and a learning rate that is large enough to change any policy. The engine sleeps while
 the policy is updated, and the third step samples with top-p and top-k. After the steps
-the engine sleeps and wakes up many times, and a second engine loads the same weights
-from disk. --size replaces the model by a random one of Qwen2.5's architecture. If a
-number of the last table is outside its limits, the exit code is 1.
+the engine sleeps and wakes up many times, and a new engine loads the same weights from
+the folder of the run (--out_dir). --size replaces the model by a random one of
+Qwen2.5's architecture. If a number of the last table is outside its limits, the exit
+code is 1.
 
 `make gpu-check` does this with the embedded policy and with 1.5 billion parameters,
 each without quantization and with fp8. Then it makes a run with fp8 and resumes it.
@@ -26,19 +27,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hide warnings of torch's C++
 import torch
 import torch.distributed as dist
+from pandas import DataFrame
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from loss import group_advantage, p3o
-from policy import SYNC_LIMITS, build_policy, full_weights, sync
+from policy import SYNC_LIMITS, full_weights, sync
 from rollout import Engine
 from support.checkpoints import save_model
 from support.command import Stopped, parse_flags, run_script
-from support.log import Log, peak_memory_gb
-from support.machine import init_distributed
+from support.log import peak_memory_gb
 from tools.memory import (
     GB,
     RESERVE,
@@ -47,7 +47,7 @@ from tools.memory import (
     memory_of,
     shape_of,
 )
-from train import Config, build_engines, load_data, sample_batch, update
+from train import Config, Run, sample_batch, update
 
 CUDA = torch.cuda.is_available()
 CYCLES = 20  # how often the engine sleeps and wakes up
@@ -65,16 +65,14 @@ Rows = dict[str, dict[str, float]]
 
 
 def random_model() -> str:
-    """Make a random model with tiny's tokenizer; return its folder. A collective."""
-    folder = os.path.join(tempfile.gettempdir(), "p3o-random")
-    if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(ARCHITECTURE)
-        with torch.device("cuda" if CUDA else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained("tiny").save_pretrained(folder)
-    dist.barrier()
+    """Make a random model with tiny's tokenizer; return its folder, one per rank."""
+    rank = os.getenv("RANK", "0")
+    folder = os.path.join(tempfile.gettempdir(), f"p3o-random-{rank}")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(ARCHITECTURE)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained("tiny").save_pretrained(folder)
     return folder
 
 
@@ -106,29 +104,16 @@ def limited(
 
 def check(cfg: CheckConfig) -> dict[str, Rows]:
     """Make three steps of the loop and the other measurements; return all tables."""
-    mesh = init_distributed()
     if cfg.size:
         cfg.model = random_model()
-    tokenizer, train, _, length = load_data(cfg)
-    log = Log(Path(), tokenizer, cfg.group_size, cfg.steps, train)
     phases: Rows = {}
     statistics: Rows = {}
-    with phase(phases, "engines built"):
-        engine, evaluator = build_engines(cfg, length)
-    with phase(phases, "engine asleep"):
-        engine.sleep()
-    with phase(phases, "policy built"):
-        policy = build_policy(
-            cfg.model,
-            mesh,
-            cfg.dtype,
-            cfg.policy_temperature,
-            cfg.gradient_checkpointing,
-        )
+    run = Run(cfg)
+    engine, policy, optimizer = run.engine, run.policy, run.optimizer
     # AdamW's first step moves every weight by the learning rate, so a layer's output
     # moves by up to its width times that.
     rate = 0.02 / policy.model.config.hidden_size
-    optimizer = torch.optim.AdamW(policy.parameters(), rate, fused=True)
+    optimizer.param_groups[0]["lr"] = rate
     with phase(phases, "sync 0"):
         engine.wake_up()
         sync(engine, policy, 0, [])
@@ -138,7 +123,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     for step, (when, settings) in enumerate(steps.items(), 1):
         cfg = cfg.model_copy(update=settings)
         with phase(phases, f"rollout {step}"):
-            rollouts = sample_batch(engine, cfg, step, train, log)
+            rollouts = sample_batch(engine, cfg, step, run.train, run.log)
         engine.sleep()
         # Made-up rewards, different within each group.
         reward = torch.arange(len(rollouts.text)).float().view(-1, cfg.group_size)
@@ -152,9 +137,6 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
             statistics["without a sync"] = update(
                 policy, optimizer, p3o, rollouts, rows, cfg, step
             )
-        sampled = phases[f"rollout {step}"]["tokens"] = int(rollouts.mask.sum())
-        prompts = int(rollouts.prompt_length.sum())
-        phases[f"update {step}"]["tokens"] = sampled + prompts
         with phase(phases, f"sync {step}"):
             engine.wake_up()
             sync(engine, policy, step, [])
@@ -180,27 +162,25 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
         ),
     }
     if CUDA:
-        checks |= memory_checks(phases, cfg, mesh.size(-1))
+        checks |= memory_checks(phases, cfg, int(os.environ["LOCAL_WORLD_SIZE"]))
     # After a sync the engine computes exactly what a new engine computes from the
     # saved weights. With fp8 the checks above may miss a wrong sync, because rounding
     # can move the policy by more than a step does.
-    folder = Path(tempfile.gettempdir(), "p3o-after")
-    save_model(policy.model, full_weights(policy), folder)
+    save_model(policy.model, full_weights(policy), run.out / "model")
     dist.barrier()
+    length = engine.llm.model_config.max_model_len
     fresh = Engine(
-        str(folder),
+        str(run.out),
         length,
         tp=cfg.rollout_tp,
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         # Enough for one sequence of the maximum length.
-        kv_cache_gb=max(
-            0.25, 1.1 * length * cache_bytes_per_token(shape_of(cfg.model)) / GB
-        ),
+        kv_cache_gb=0.25 + length * cache_bytes_per_token(shape_of(cfg.model)) / GB,
         max_num_seqs=cfg.max_num_seqs,
     )
     synced, read = [
-        each.sample(train.prompts[:1], 8, [0], max_tokens=32)
+        each.sample(run.train.prompts[:1], 8, [0], max_tokens=32)
         for each in (engine, fresh)
     ]
     apart = math.inf
@@ -236,15 +216,6 @@ def memory_checks(phases: Rows, cfg: Config, ranks: int) -> Rows:
     }
 
 
-def table(rows: Rows) -> str:
-    """Return a line for each row: its name, and its numbers with their names."""
-    lines = []
-    for name, row in rows.items():
-        numbers = "".join(f"  {title} {value:.4g}" for title, value in row.items())
-        lines.append(f"{name:44}{numbers}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     cfg = parse_flags(CheckConfig)
     name = f"{cfg.size or cfg.model}, {cfg.rollout_quantization}"
@@ -261,7 +232,8 @@ def main() -> None:
     ]
     print(f"{name} on {device}, rank 0")
     for part in found.values():
-        print(f"\n{table(part)}")
+        print()
+        print(DataFrame(part).T.to_string(float_format="%.4g", na_rep=""))
     if failed:
         raise Stopped(f"{name}: outside of its limits: {', '.join(failed)}")
     print("All numbers are within their limits.")
