@@ -4,9 +4,9 @@
     python train.py --objective tools.objectives:tis --objective_args C=1
 
 Each function takes the five arguments of `loss.p3o` and returns the loss of each token,
-[N, T]. None of them uses the KL or e_B. rho is pi_theta / pi_b, and sg is the
-stop-gradient. Padding is 0 in all arguments, and train.py leaves its loss out of the
-sum.
+[N, T]. None of them uses the last two, the KL and e_B. rho is pi_theta / pi_b, and sg
+is the stop-gradient. Padding is 0 in all arguments, and train.py leaves its loss out of
+the sum.
 
 m2po and bapo decide on the whole batch B. They see only one micro-batch of one rank, so
 B must be a single micro-batch on a single rank. The gradient of all the other
@@ -16,6 +16,7 @@ Numbered points in a docstring are the deviations from the source.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +55,7 @@ def dapo(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     eps_low: float = 0.2,
     eps_high: float = 0.28,
 ) -> Tensor:
@@ -76,9 +75,7 @@ def gspo(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
@@ -98,9 +95,7 @@ def tis(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     C: float = 2.0,
 ) -> Tensor:
     """Return -sg(min(rho, C)) A log pi_theta, truncated importance sampling: [N, T].
@@ -118,9 +113,7 @@ def cispo(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     eps_high: float = 4.0,
 ) -> Tensor:
     """Return -sg(min(rho, 1 + eps_high)) A log pi_theta: [N, T].
@@ -129,16 +122,14 @@ def cispo(
     The paper gives no value for eps_high. The default of 4 makes the cap 5, as in
     ScaleRL. TRL's epsilon_high is the cap itself.
     """
-    return tis(logp, logp_behavior, advantage, kl, e_b, C=1 + eps_high)
+    return tis(logp, logp_behavior, advantage, C=1 + eps_high)
 
 
 def m2po(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     tau: float = 0.04,
 ) -> Tensor:
     """Return -rho A, and 0 for the tokens that have moved most: [N, T].
@@ -170,9 +161,7 @@ def a3po(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     alpha: float = 0.5,
     eps: float = 0.4,
     cap: float = 5.0,
@@ -206,9 +195,7 @@ def bapo(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     target: float = 0.5,
     low: float = 0.6,
     low_max: float = 0.9,
@@ -260,9 +247,7 @@ def asymre(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     delta: float = -0.1,
 ) -> Tensor:
     """Return -(A - delta) log pi_theta, REINFORCE with a lower baseline: [N, T].
@@ -284,9 +269,7 @@ def rec(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     eps: float = 0.2,
 ) -> Tensor:
     """Return -A log pi_theta, and 0 for tokens without a gradient in GRPO: [N, T].
@@ -306,9 +289,7 @@ def opmd(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     tau: float = 0.2,
 ) -> Tensor:
     """Return -A log pi_theta + tau / 2 (log rho)^2: [N, T].
@@ -328,9 +309,7 @@ def sapo(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> Tensor:
@@ -355,9 +334,7 @@ def ipo(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     eps: float = 0.3,
     kl_tau: float = 0.0,
 ) -> Tensor:
@@ -381,9 +358,7 @@ def sequence_mask(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     cap: float = 3.0,
 ) -> Tensor:
     """Return -sg(w) A log pi_theta, and 0 for a response with w > cap: [N, T].
@@ -407,9 +382,7 @@ def dppo_tv(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     eps: float = 0.2,
     cap: float = 20.0,
 ) -> Tensor:
@@ -434,9 +407,7 @@ def icepop(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     low: float = 0.5,
     high: float = 5.0,
 ) -> Tensor:
@@ -459,9 +430,7 @@ def vespo(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     k_pos: float = 2.0,
     lambda_pos: float = 3.0,
     k_neg: float = 3.0,
@@ -493,9 +462,7 @@ def opsm(
     logp: Tensor,
     logp_behavior: Tensor,
     advantage: Tensor,
-    kl: Tensor,
-    e_b: float,
-    *,
+    *_: Any,
     eps: float = 0.2,
     delta: float = 0.5,
 ) -> Tensor:
