@@ -28,20 +28,14 @@ def test_ratios_are_taken_round_by_round_and_a_cell_is_their_median():
 
 
 def test_the_first_steps_and_the_last_one_do_not_count():
-    lines = [
-        (0.0, "step 1 tokens 9.0 rollout 7.0 sync 1.0"),
-        (1.0, "step 2 tokens 9.0 rollout 7.0 sync 1.0"),
-        (4.0, "step 3 tokens 30.0 rollout 0.5 sync 0.1"),  # 3 seconds
-        (6.0, "step 4 tokens 40.0 rollout 0.7 sync 0.3"),  # 2 seconds
-        (16.0, "step 5 tokens 9.0 rollout 7.0 sync 1.0"),
+    # Steps 3 and 4 take 3 and 2 seconds. This script has no sync.
+    lines = [(end, "step ") for end in (0.0, 1.0, 4.0, 6.0, 16.0)]
+    rows = [
+        {"response_tokens": tokens, "rollout_seconds": rollout}
+        for tokens, rollout in [(9, 7), (9, 7), (30, 0.5), (40, 0.7), (9, 7)]
     ]
-    assert bench.medians(lines) == pytest.approx(
-        {
-            "step, s": 2.5,
-            "tokens of a response": 35.0,
-            "rollout, s": 0.6,
-            "sync, s": 0.2,
-        }
+    assert bench.medians(lines, rows) == pytest.approx(
+        {"step, s": 2.5, "tokens of a response": 35.0, "rollout, s": 0.6}
     )
 
 

@@ -60,7 +60,8 @@ def main(job: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         length = mask.sum().item() / len(tokens)
-        print(f"step {step + 1} tokens {length} rollout {seconds} sync 0", flush=True)
+        row = {"response_tokens": length, "rollout_seconds": seconds}
+        print("step", json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ its own:
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0
     .venv-trl/bin/pip uninstall -y torchvision torchaudio torchcodec
 
---earlier compares with another commit of this repository (`git worktree add` makes its
-folder). The runs alternate, and a ratio is the median of the ratios of all rounds.
-Other programs on the machine change such a ratio less than they change seconds. --out
-is a JSON file with the numbers of all rounds; a .md file beside it has the table. To
-measure a CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
+The runs alternate, and a ratio is the median of the ratios of all rounds. Other
+programs on the machine change such a ratio less than they change seconds. --out is a
+JSON file with the numbers of all rounds; a .md file beside it has the table. To measure
+a CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
 ATEN_CPU_CAPABILITY=avx2 before the command.
 """
 
@@ -29,13 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hide warnings of torch's C++
 import torch
+from cpuinfo import get_cpu_info
 from pydantic import PositiveInt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,6 +48,9 @@ from train import Config, problem_indices
 
 # The first steps of a run do not count, nor does the last one, which evaluates.
 WARM_UP = 2
+# Rows of the table, with the metrics of which they are the medians.
+TITLES = {f"{phase}, s": f"{phase}_seconds" for phase in PHASES}
+TITLES["tokens of a response"] = "response_tokens"
 # A step of a pretrained model that suits two cores. It makes one update, as TRL's does.
 PRETRAINED = {
     "task": "recipes/sums-and-products",
@@ -68,8 +71,6 @@ class BenchConfig(Flags):
     """dtypes in which trainer and engine compute, ours and TRL's"""
     trl_python: str = ""
     """the Python of an environment with TRL; without it, TRL is not measured"""
-    earlier: str = ""
-    """a checkout of another commit to compare with"""
     rounds: PositiveInt = 3
     """runs of each kind, which alternate"""
     counted: PositiveInt = 5
@@ -90,12 +91,12 @@ def in_rounds(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list
 
     Each round starts with a different arm.
     """
-    names = list(arms)
-    found: dict[str, list[Any]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    found: dict[str, list[Any]] = {name: [] for name in arms}
+    order = deque(arms)
+    for _ in range(rounds):
+        for name in order:
             found[name].append(arms[name]())
+        order.rotate(-1)
     return found
 
 
@@ -118,9 +119,7 @@ def cell(numbers: list[float] | str) -> str:
 # Running
 
 
-def run_steps(
-    command: list[str], checkout: str | Path = ROOT
-) -> tuple[list[tuple[float, str]], float]:
+def run_steps(command: list[str]) -> tuple[list[tuple[float, str]], float]:
     """Run a command; return the time in seconds and the text of each "step" line.
 
     Also returns the most main memory that the process used, in GB of 2^30 bytes. Raises
@@ -129,7 +128,7 @@ def run_steps(
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=checkout, stdout=subprocess.PIPE, stderr=errors, text=True
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         for line in process.stdout:
             if line.startswith("step "):
@@ -141,14 +140,23 @@ def run_steps(
     return lines, usage.ru_maxrss / 2**20
 
 
-def step_seconds(lines: list[tuple[float, str]]) -> float:
-    """Return the median seconds from one line to the next, of the steps that count."""
+def medians(
+    lines: list[tuple[float, str]], rows: list[dict[str, Any]]
+) -> dict[str, float]:
+    """Return medians over the steps that count.
+
+    `lines` are those of run_steps and `rows` the metrics of the same steps.
+    """
     times = [when for when, _ in lines]
-    between = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return statistics.median(between[WARM_UP - 1 : -1])
+    seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
+    found = {"step, s": statistics.median(seconds[WARM_UP - 1 : -1])}
+    for title, name in TITLES.items():
+        if name in rows[0]:
+            found[title] = statistics.median(row[name] for row in rows[WARM_UP:-1])
+    return found
 
 
-def run_train(cfg: Config, counted: int, checkout: str | Path) -> dict[str, float]:
+def run_train(cfg: Config, counted: int) -> dict[str, float]:
     """Return medians over the steps of a run of train.py, and its peak memory.
 
     Raises Failed if the run fails.
@@ -159,19 +167,10 @@ def run_train(cfg: Config, counted: int, checkout: str | Path) -> dict[str, floa
         steps = WARM_UP + counted + 1
         flags |= {"steps": steps, "out_dir": out, "eval_every": 0, "eval_problems": 8}
         command = [sys.executable, "train.py", *words_of(flags)]
-        lines, memory = run_steps(command, checkout)
+        lines, memory = run_steps(command)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-    rows = rows[1 + WARM_UP : -1]
-    names = {f"{phase}, s": f"{phase}_seconds" for phase in PHASES}
-    names["tokens of a response"] = "response_tokens"
-    return {
-        "step, s": step_seconds(lines[1:]),  # The first line is that of step 0.
-        **{
-            title: statistics.median(row[name] for row in rows)
-            for title, name in names.items()
-        },
-        "peak memory, GB": memory,
-    }
+    # The first line and row are those of step 0.
+    return medians(lines[1:], rows[1:]) | {"peak memory, GB": memory}
 
 
 def run_other(
@@ -196,17 +195,8 @@ def run_other(
         file = Path(folder, "job.json")
         file.write_text(json.dumps(job | {"folder": folder}))
         lines, memory = run_steps([python, f"tools/{script}", str(file)])
-    return medians(lines) | {"peak memory, GB": memory}
-
-
-def medians(lines: list[tuple[float, str]]) -> dict[str, float]:
-    """Return medians over lines like "step 3 tokens 34.5 rollout 0.5 sync 0.1"."""
-    found = {"step, s": step_seconds(lines)}
-    words = [line.split() for _, line in lines[WARM_UP:-1]]
-    titles = {"tokens of a response": 3, "rollout, s": 5, "sync, s": 7}
-    for title, column in titles.items():
-        found[title] = statistics.median(float(line[column]) for line in words)
-    return found
+    rows = [json.loads(line.removeprefix("step ")) for _, line in lines]
+    return medians(lines, rows) | {"peak memory, GB": memory}
 
 
 def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
@@ -223,18 +213,15 @@ def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
             failed[name] = f"failed: {error}"
             return None
 
-    runs = {
-        "ours": (run_train, ROOT),
-        "earlier": (run_train, bench.earlier),
-        "bare": (run_other, sys.executable, "bare_step.py", "transformers"),
-        "TRL with transformers": (
-            *(run_other, bench.trl_python, "trl_step.py", "transformers"),
-        ),
-        "TRL with vllm": (run_other, bench.trl_python, "trl_step.py", "vllm"),
+    others = {
+        "bare": (sys.executable, "bare_step.py", "transformers"),
+        "TRL with transformers": (bench.trl_python, "trl_step.py", "transformers"),
+        "TRL with vllm": (bench.trl_python, "trl_step.py", "vllm"),
     }
-    arms = {
-        name: partial(attempt, name, *run) for name, run in runs.items() if all(run)
-    }
+    arms = {"ours": partial(attempt, "ours", run_train)}
+    for name, (python, *job) in others.items():
+        if python:
+            arms[name] = partial(attempt, name, run_other, python, *job)
     measured = in_rounds(arms, bench.rounds)
     if "ours" in failed:
         raise Refused(f"train.py {failed['ours']}")
@@ -245,9 +232,7 @@ def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
             found[f"step / {name}"] = failed[name]
             continue
         numbers = {title: [run[title] for run in theirs] for title in theirs[0]}
-        for title in ("step, s", "update, s"):
-            if title in numbers:
-                found[f"{title[:-3]} / {name}"] = ratios(found[title], numbers[title])
+        found[f"step / {name}"] = ratios(found["step, s"], numbers["step, s"])
         found |= {f"{name}: {title}": values for title, values in numbers.items()}
     return found
 
@@ -256,8 +241,7 @@ def machine() -> str:
     """Return the GPU, or the processor with its cores and vector instructions."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = [line for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    name = names[0].partition(":")[2].strip() if names else "an unknown processor"
+    name = get_cpu_info().get("brand_raw", "an unknown processor")
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores of {name} with {torch.backends.cpu.get_cpu_capability()}"
 

@@ -7,12 +7,10 @@ bytes, as for --kv_cache_gb; an "80 GB" card has 79 of them. A run that does not
 refused.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hide warnings of torch's C++
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -5,8 +5,8 @@
 JOB is a JSON file with model, dtype, prompts in the order of their use,
 prompts_per_step, group_size, max_tokens, steps, a folder to write to, and the
 generator: transformers, or vllm in the same process. Rewards are made up. A line is
-printed when its step has ended, with the mean length of the step's responses and the
-seconds of its rollout and of its sync.
+printed when its step has ended. It has a JSON object with the mean length of the step's
+responses and the seconds of its rollout and of its sync, named as in metrics.jsonl.
 """
 
 import json
@@ -22,7 +22,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, TrainerCallback
+from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
@@ -30,7 +30,7 @@ CUDA = torch.cuda.is_available()
 
 
 class TimedTrainer(GRPOTrainer):
-    """Measures the seconds of its last rollout (prompts to texts) and last sync."""
+    """Prints the seconds of each rollout (prompts to texts) and of each sync."""
 
     rollout_seconds = 0.0
     # It stays 0 with transformers, which generates with the policy itself.
@@ -43,6 +43,16 @@ class TimedTrainer(GRPOTrainer):
         # TRL syncs within _generate.
         self.rollout_seconds = time.perf_counter() - start - self.sync_seconds
         return generated
+
+    def log(self, logs: dict[str, Any], *more: Any) -> None:
+        super().log(logs, *more)  # TRL adds its own to these.
+        if "completions/mean_length" in logs:
+            row = {
+                "response_tokens": logs["completions/mean_length"],
+                "rollout_seconds": self.rollout_seconds,
+                "sync_seconds": self.sync_seconds,
+            }
+            print("step", json.dumps(row), flush=True)
 
     def timed_sync(self, dtype: torch.dtype) -> None:
         """Sync as TRL does, or on a CPU as rollout.Engine does.
@@ -62,22 +72,6 @@ class TimedTrainer(GRPOTrainer):
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             llm.reset_prefix_cache()
         self.sync_seconds = time.perf_counter() - start
-
-
-class Printer(TrainerCallback):
-    """Prints a line at the end of each step."""
-
-    def __init__(self, trainer: TimedTrainer) -> None:
-        self.trainer = trainer
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict, **more: Any
-    ) -> None:
-        if "completions/mean_length" in logs:
-            tokens = logs["completions/mean_length"]
-            rollout, sync = self.trainer.rollout_seconds, self.trainer.sync_seconds
-            line = f"tokens {tokens} rollout {rollout} sync {sync}"
-            print(f"step {state.global_step} {line}", flush=True)
 
 
 def reward_every_other(completions: list, **columns: Any) -> list[float]:
@@ -121,7 +115,6 @@ def main(job: dict[str, Any]) -> None:
         train_dataset=Dataset.from_list(chats),
         reward_funcs=reward_every_other,
     )
-    trainer.add_callback(Printer(trainer))
     if use_vllm:
         sync = partial(trainer.timed_sync, getattr(torch, dtype))
         trainer.vllm_generation.sync_weights = sync
