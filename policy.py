@@ -27,10 +27,11 @@ CHUNK = 1024  # response tokens whose logits exist at the same time
 # default changes log pi_theta by about 0.001, and a layer without its weights by
 # several nats.
 SYNC_LIMITS = {
-    "float32 on a CPU": 1e-4,
-    "float16": 0.03,
-    "bfloat16 or TF32": 0.15,
-    "fp8": 0.4,
+    torch.float32: 1e-4,
+    torch.float16: 0.03,
+    torch.bfloat16: 0.15,
+    "fp8_per_channel": 0.4,
+    "none": 0.0,  # no quantization
 }
 SYNC_SAMPLES = 16
 
@@ -271,20 +272,15 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     # A maximum over ranks may ignore NaN.
     distance.nan_to_num_(nan=torch.inf)
     dist.all_reduce(distance, dist.ReduceOp.MAX)
-    precision = "bfloat16 or TF32"
-    if engine.quantization != "none":
-        precision = "fp8"
-    elif policy.dtype == torch.float32:
-        if engine.dtype == torch.float16:
-            precision = "float16"
-        elif engine.dtype == torch.float32 and device.type == "cpu":
-            precision = "float32 on a CPU"  # On CUDA vLLM's kernels may use TF32.
-    if distance > SYNC_LIMITS[precision]:
+    precisions = {policy.dtype, engine.dtype, engine.quantization}
+    if engine.dtype == torch.float32 and device.type == "cuda":
+        precisions.add(torch.bfloat16)  # vLLM's kernels may use TF32, which is as far.
+    limit = max(SYNC_LIMITS[precision] for precision in precisions)
+    if distance > limit:
         raise Stopped(
             f"after the sync of weights {samples.weight_version}, engine and policy "
-            f"differ by {distance:.2g} nats per token on fresh samples (the limit in "
-            f"{precision} is {SYNC_LIMITS[precision]}): check that the engine got all "
-            "weights, including a tied head, and that the trainer computes what the "
-            "model does"
+            f"differ by {distance:.2g} nats per token on fresh samples (for these "
+            f"dtypes the limit is {limit}): check that the engine got all weights, "
+            "including a tied head, and that the trainer computes what the model does"
         )
     return distance.item()

@@ -145,15 +145,12 @@ class Engine:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would override kv_cache_gb.
         # Imported here and not at the top: importing vLLM takes seconds, and it reads
         # the environment variables set above.
-        from transformers import AutoConfig
         from vllm import LLM, distributed
 
         cuda = torch.cuda.is_available()
         self.dtype = getattr(torch, dtype)
         self.quantization = quantization
         model = model_folder(model)
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        self.top_logprobs = min(top_logprobs, config.get_text_config().vocab_size)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
         if cuda and dist.get_rank() == 0:
             print("vLLM captures CUDA graphs: a minute or more", flush=True)
@@ -166,7 +163,7 @@ class Engine:
                 dtype=dtype,
                 quantization=None if quantization == "none" else quantization,
                 tensor_parallel_size=tp,
-                max_logprobs=self.top_logprobs,
+                max_logprobs=top_logprobs,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
@@ -185,6 +182,8 @@ class Engine:
             reason, *_ = str(error).split(". ")  # The rest is advice on vLLM's options.
             hint = "; nvidia-smi shows what else uses the GPU" if cuda else ""
             raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}{hint}") from None
+        vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        self.top_logprobs = min(top_logprobs, vocabulary)
         if tp > 1 and not cuda:
             unlink_shared_memory()
             # Nor is vLLM's message queue between these ranks used here.

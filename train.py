@@ -61,11 +61,7 @@ from support.checkpoints import (
 )
 from support.log import Log
 from support.machine import init_distributed
-from support.models import (
-    MAX_ACTIVATION_BYTES,
-    activation_bytes,
-    check_model,
-)
+from support.models import check_model
 from support.tasks import Dataset, check_same_on_ranks, load_split
 
 SYNC_CHECK_EVERY = 5  # steps
@@ -137,8 +133,7 @@ def update(
     all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
-    max_tokens = max_micro_batch_tokens(cfg, policy.model.config)
-    *others, last = micro_batches(rollouts, rows, max_tokens, device)
+    *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
 
     # First e_B, which needs rho of all tokens of B. Only the last micro-batch keeps its
     # graph here; the others are run again below, with a gradient. A batch that is a
@@ -153,13 +148,6 @@ def update(
     dist.all_reduce(sums)
     token_count, ratio_sum, _ = sums.tolist()  # |B|, and the sums of rho and rho^2
     e_b = effective_sample_size(sums).item()  # (11): mean[rho]^2 / mean[rho^2]
-    if not math.isfinite(e_b):
-        raise FloatingPointError(
-            f"step {step}: e_B is not finite, because a ratio is not finite or exceeds "
-            "e^350 (ess_min of the steps before shows where it began): lower "
-            "learning_rate or raise warmup_updates, with --resume or, if the run has "
-            "no checkpoint, with another --out_dir"
-        )
 
     # Then the gradient of (12), which adds up over the micro-batches and the ranks.
     totals = defaultdict(float)  # the sum of each statistic over the tokens of B
@@ -186,7 +174,7 @@ def update(
             totals[name] += values[micro_batch.mask].double().sum()
     for total in totals.values():
         dist.all_reduce(total)
-    grad_norm = apply_gradient(policy, optimizer, cfg, step)
+    grad_norm = apply_gradient(policy, optimizer, cfg, step, e_b)
     return {
         "ess": e_b,
         **{name: total.item() / token_count for name, total in totals.items()},
@@ -424,19 +412,6 @@ def micro_batches(
     return [rollouts.select(chunk.sort().values, device) for chunk in chunks]
 
 
-def max_micro_batch_tokens(cfg: Config, model_config: Any) -> int:
-    """Return cfg.micro_batch_tokens, lowered on a CPU if activations are too large.
-
-    On a CPU smaller micro-batches are as fast, except that all but the last one need a
-    second forward pass.
-    """
-    if torch.cuda.is_available() or cfg.gradient_checkpointing:
-        return cfg.micro_batch_tokens
-    element_size = getattr(torch, cfg.dtype).itemsize
-    limit = MAX_ACTIVATION_BYTES // activation_bytes(model_config, element_size)
-    return min(cfg.micro_batch_tokens, limit)
-
-
 def kl_at_positions(
     top_logp: torch.Tensor, micro_batch: Rollouts, cfg: Config
 ) -> torch.Tensor:
@@ -448,20 +423,26 @@ def kl_at_positions(
 
 
 def apply_gradient(
-    policy: Policy, optimizer: torch.optim.Optimizer, cfg: Config, step: int
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    cfg: Config,
+    step: int,
+    e_b: float,
 ) -> float:
     """Clip the gradient, make the optimizer step, and clear the gradient.
 
     Returns the norm of the gradient before clipping. Raises FloatingPointError, on all
-    ranks, if the norm is not finite. A collective.
+    ranks, if this norm or e_B is not finite; no step is made then. e_B is not finite if
+    a ratio is not finite or exceeds e^350. A collective.
     """
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
     grad_norm = norm.full_tensor().item()
-    if not math.isfinite(grad_norm):
+    if not math.isfinite(e_b + grad_norm):
         raise FloatingPointError(
-            f"step {step}: the gradient is not finite: lower learning_rate or raise "
-            "warmup_updates, with --resume or, if the run has no checkpoint, with "
-            "another --out_dir"
+            f"step {step}: e_B is {e_b:.2g} and the norm of the gradient is "
+            f"{grad_norm:.2g}, but both have to be finite (ess_min of the steps before "
+            "shows where it began): lower learning_rate or raise warmup_updates, with "
+            "--resume or, if the run has no checkpoint, with another --out_dir"
         )
     optimizer.step()
     optimizer.zero_grad()

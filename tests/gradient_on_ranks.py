@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loss import p3o
+from loss import p3o, reinforce
 from policy import Policy, build_policy, full_weights
 from rollout import Rollouts
 from support.checkpoints import save_model
@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
         # Only the last rank has such a number.
         batch = with_nan(rollouts, name) if rank == world - 1 else rollouts
         try:
-            gradient_of(policy, batch)
+            gradient_of(policy, batch, reinforce)
             message = "no error"
         except FloatingPointError as error:
             message = str(error)

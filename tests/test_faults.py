@@ -19,7 +19,11 @@ SHORT = ["--prompts_per_step=4", "--group_size=2", "--minibatches=1", NONE_COMPL
 @pytest.mark.parametrize(
     "steps, error, sentence",
     [
-        (4, FloatingPointError, "step 3: e_B is not finite"),
+        (
+            4,
+            FloatingPointError,
+            "step 3: e_B is nan and the norm of the gradient is",
+        ),
         (2, Stopped, "after the sync of weights 2, engine and policy differ by inf"),
     ],
 )
@@ -28,8 +32,8 @@ def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_las
 ):
     apply_gradient = train.apply_gradient
 
-    def poison(policy, optimizer, cfg, step):
-        grad_norm = apply_gradient(policy, optimizer, cfg, step)
+    def poison(policy, optimizer, cfg, step, e_b):
+        grad_norm = apply_gradient(policy, optimizer, cfg, step, e_b)
         if step == 2:
             with torch.no_grad():
                 policy.model.base_model.norm.weight.to_local()[0] = math.nan

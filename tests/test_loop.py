@@ -18,7 +18,6 @@ import torch
 from conftest import KEPT, NONE_COMPLETE, SOME_COMPLETE, refusal_of
 from launch import read_metrics, run_script
 from test_eval import evaluate_here
-from transformers import AutoConfig
 
 import train
 from eval import EvalConfig, evaluate, heldout_accuracy, load_benchmarks
@@ -32,7 +31,6 @@ from train import (
     Config,
     build_engines,
     load_data,
-    max_micro_batch_tokens,
     problem_indices,
     sample_batch,
     save_and_evaluate,
@@ -72,19 +70,6 @@ def test_longer_prompts_are_dropped_if_a_limit_is_given_and_refused_otherwise(su
     # The context of tiny has 128 tokens.
     with pytest.raises(Refused, match=f"1 of 2 train prompts .* over {limit} tokens"):
         load_data(Config(task=sums, max_response_tokens=128 - limit))
-
-
-@pytest.mark.parametrize(
-    "fields, tokens",
-    [({}, 100), ({"micro_batch_tokens": 9}, 9), ({"gradient_checkpointing": 1}, 16384)],
-)
-def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(
-    fields, tokens, monkeypatch
-):
-    # Each layer of tiny keeps 2 * 12 * 128 + 4 * (2 * 8 * 32 + 4 * 384) bytes a token.
-    monkeypatch.setattr(train, "MAX_ACTIVATION_BYTES", 100 * 3 * 11_264)
-    config = AutoConfig.from_pretrained("tiny")
-    assert max_micro_batch_tokens(Config(**fields), config) == tokens
 
 
 # 1 Rollout

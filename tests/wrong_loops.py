@@ -262,15 +262,15 @@ train.update
 test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient
 
 an update uses an e_B that is not finite
-train.update
-- if not math.isfinite(e_b):
-+ if False:
+train.apply_gradient
+- e_b + grad_norm
++ grad_norm
 test_train.test_a_number_that_is_not_finite_stops_the_run_with_the_step
 
 an update uses a gradient that is not finite
 train.apply_gradient
-- if not math.isfinite(grad_norm):
-+ if False:
+- e_b + grad_norm
++ e_b
 test_train.test_a_number_that_is_not_finite_stops_the_run_with_the_step
 
 the gradient is not clipped

@@ -149,7 +149,7 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
 
     before, _, after, _ = [row["logprob_abs_diff"] for row in statistics.values()]
     quantized = cfg.rollout_quantization != "none"
-    limit = SYNC_LIMITS["fp8" if quantized else "bfloat16 or TF32"]
+    limit = max(SYNC_LIMITS[torch.bfloat16], SYNC_LIMITS[cfg.rollout_quantization])
     listed = rollouts.top_logp_behavior[rollouts.mask]
     checks = {
         # If it is below 0.001, the engine does not use fp8. The embedded policy has
