@@ -220,11 +220,11 @@ def main() -> None:
 def write_samples(
     out: Path, task: str, split: Dataset, results: list[dict[str, list]]
 ) -> None:
-    """Append the results of `evaluate` to samples.jsonl, and print two shares.
+    """Append the results of `evaluate` to samples.jsonl, and print their faults.
 
-    They are those of truncated responses and of responses without the mark that the
-    verifier expects. samples.jsonl is complete before the intervals are computed, which
-    takes a while.
+    It prints what share of the responses was truncated, and what share lacks the mark
+    that the verifier expects. This comes before the intervals, which take a while to
+    compute.
     """
     for problem, result in zip(split.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})

@@ -65,8 +65,8 @@ class Policy(torch.nn.Module):
         """
         index, computed = distinct_tokens(rollouts.tokens)
         for layer in self.model.base_model.layers:
-            # For attend_in_rows. With gradient checkpointing, the backward pass reads
-            # it again, so it has to precede the next forward pass.
+            # attend_in_rows reads this layout. With gradient checkpointing the backward
+            # pass reads it again, so the next forward pass has to wait for that.
             layer.self_attn.layout = index, computed
         output = self.model.base_model(
             input_ids=rollouts.tokens[computed][None],  # [1, S]
@@ -119,7 +119,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     """
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
-    # Numbers grow from row to row, so the largest so far is the last one computed.
+    # The computed tokens are numbered row by row, so the largest number so far in a
+    # column is that of the token of this column that was computed last.
     number = is_computed.flatten().cumsum(dim=0).view_as(tokens) * is_computed
     index = (number.cummax(dim=0).values - 1).clamp(min=0)
     return index, is_computed.nonzero(as_tuple=True)
@@ -128,8 +129,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
 def at(index: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Return states[index].
 
-    Unlike that of an index, the gradient adds up in float32, and in the same order in
-    every run.
+    Its gradient adds up in float32 and in the same order in every run, which that of
+    states[index] itself does not.
     """
     picked = embedding(index, states.flatten(1).float()).to(states.dtype)
     return picked.unflatten(-1, states.shape[1:])
@@ -143,9 +144,9 @@ def attend_in_rows(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of each of the S tokens to the tokens of its row.
 
-    `states` are the queries, keys and values, [1, H, S, D] (of keys and values there
-    may be fewer heads), and a mask, which transformers does not make for this function.
-    The result is [1, S, H, D].
+    `states` are the queries, keys and values, [1, H, S, D] (keys and values may have
+    fewer heads), and a mask, which is None because transformers makes no mask for this
+    function. The result is [1, S, H, D].
     """
     index, computed = module.layout  # see distinct_tokens
     rows = [at(index, each[0].transpose(0, 1)).transpose(1, 2) for each in states[:3]]
@@ -250,9 +251,9 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
     distance exceeds its limit in SYNC_LIMITS; checkpoints are kept. A collective.
     """
-    # The shortest prompts need the least memory. We take 16 samples
-    # because a few short answers may total only 15 tokens: a single unlikely token that
-    # is off by 2 nats in bfloat16 would then shift the mean by 0.13.
+    # The shortest prompts need the least memory. We take 16 samples because a few short
+    # answers may total only 15 tokens: a single unlikely token that is off by 2 nats in
+    # bfloat16 would then shift the mean by 0.13.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,

@@ -99,8 +99,8 @@ def check_verifier(dataset: Dataset) -> None:
     """Raise Refused if the user's own verifier cannot score two empty responses.
 
     Reward functions of other trainers often take (prompts, completions, ...), and
-    metrics often take (golds, responses). They would get the responses as prompts or as
-    golds, so the names of their parameters are enough to refuse them.
+    metrics often take (golds, responses). Such a function would get the responses as
+    prompts or as golds, so it is refused by the names of its parameters.
     """
     if dataset.verifier in VERIFIERS:
         return

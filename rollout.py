@@ -87,7 +87,7 @@ def unlink_shared_memory() -> None:
 
 
 def silence_vllm() -> None:
-    """Have vLLM print only errors. To be called before vLLM is imported."""
+    """Make vLLM print only errors. Call this before vLLM is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM reads the variable too late for some of its first messages.
     logging.getLogger("vllm").setLevel("ERROR")
@@ -101,7 +101,7 @@ LLM_OPTIONS = {
     # The head is applied in float32, as in Policy.
     "hf_overrides": {"head_dtype": "float32"},
     "distributed_executor_backend": "external_launcher",  # runs in this process
-    # Read transformers' files, because Mistral's repositories also have others.
+    # Read the files of transformers. Mistral's repositories also have their own format.
     "config_format": "hf",
     "tokenizer_mode": "hf",
     # vLLM only checks that this share is free; kv_cache_memory_bytes sets the size.
@@ -186,7 +186,7 @@ class Engine:
         self.top_logprobs = min(top_logprobs, vocabulary)
         if tp > 1 and not cuda:
             unlink_shared_memory()
-            # Nor is vLLM's message queue between these ranks used here.
+            # vLLM also makes a message queue between these ranks, which is not used.
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = load_tokenizer(model)
         # A base model with a chat template may not stop at the end of its turn.
@@ -209,7 +209,7 @@ class Engine:
         seeds: list[int],
         **sampling: Any,
     ) -> Rollouts:
-        """Sample n responses to each prompt (token ids); they are adjacent rows.
+        """Sample n responses to each prompt (token ids), as adjacent rows.
 
         Response j to prompt i has noise seed seeds[i] + j. `sampling` has further
         fields of vLLM's SamplingParams: temperature (0: greedy), top_p, top_k,
@@ -245,7 +245,7 @@ class Engine:
                 SamplingParams(
                     n=n,
                     seed=seed % 2**31,
-                    # Only for this rank's own prompts, because they take 2 KB a token.
+                    # They take 2 KB per token, so a rank asks only for its prompts'.
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,

@@ -275,8 +275,9 @@ class Run:
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # The last step that was completed, its metrics (with an evaluation if that was
-        # logged), the rollout batches sampled ahead, and the rows logged before.
+        # The step of the newest checkpoint (0 without one), the metrics of this step
+        # (with its evaluation if that was logged), the rollout batches that had been
+        # sampled ahead, and the rows that had been logged.
         self.step, self.metrics, queue, rows = load_checkpoint(
             self.out, self.policy, self.optimizer
         )
@@ -395,13 +396,13 @@ def micro_batches(
 ) -> list[Rollouts]:
     """Divide these rows into micro-batches of at most max_tokens, padding included.
 
-    Only a micro-batch of a single response may exceed it. FSDP needs all ranks in every
-    forward pass, so the longest sequence of all ranks determines the responses of a
-    micro-batch. Because Config gives all ranks equally many rows, they then have
-    equally many micro-batches. Responses are grouped by the power of two below their
-    length, which limits the padding. Within a micro-batch they keep their order, so
-    that most responses to a prompt are neighbors, as policy.distinct_tokens needs. A
-    collective.
+    Only a micro-batch of a single response may have more tokens. FSDP needs all ranks
+    in every forward pass, so all ranks need equally many micro-batches. They have
+    equally many rows, as Config makes sure, and the longest sequence of all ranks
+    determines how many responses a micro-batch has. Responses are grouped by the power
+    of two below their length, which limits the padding. Within a micro-batch they keep
+    their order, so that most responses to a prompt are neighbors, as
+    policy.distinct_tokens needs. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
