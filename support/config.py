@@ -144,7 +144,8 @@ class Config(SharedConfig):
     weights and activations above 65504 overflow; bfloat16 is slow on a CPU without
     instructions for it"""
     micro_batch_tokens: PositiveInt = 4096
-    """tokens in a forward pass, including padding: sets the memory, not the result"""
+    """tokens in a forward pass, including padding: sets the memory and, on a GPU, the
+    speed, but not the result"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 
