@@ -123,7 +123,7 @@ def test_a_float16_engine_is_close_to_a_float32_policy_and_has_a_limit_of_its_ow
     engine.load_weights(full_weights(embedded), version="0")
     assert 0 < check_sync(engine, embedded, prompts) < 0.001
     monkeypatch.setattr(dist, "all_reduce", lambda distance, op: distance.fill_(0.05))
-    with pytest.raises(Stopped, match="0.05 nats .* limit in float16 is 0.03"):
+    with pytest.raises(Stopped, match="0.05 nats .* the limit is 0.03"):
         check_sync(engine, embedded, prompts)
 
 
