@@ -233,7 +233,7 @@ def write_samples(
     unmarked = np.mean([split.is_unmarked(text) for text in texts])
     print(
         f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens, and "
-        f"the verifier misses a \\boxed{{}} or #### in {unmarked:.0%}"
+        f"{unmarked:.0%} lack a \\boxed{{}} or #### that the verifier needs"
     )
 
 

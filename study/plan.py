@@ -145,8 +145,8 @@ CONSTANTS = ("p3o, e_B = 0.8", "p3o, e_B = 0.9", "p3o, e_B = 0.97")
 # The learning rate with 32 updates. At 2e-4 the accuracy of the first run of P3O fell
 # from 0.45 to 0.09 in 20 steps.
 RATE_AT_32 = 5e-5
-# What runs with 32 updates beside RULES: the objectives that the assignment of CS336
-# compares, P3O, and the two best variants of P3O.
+# The objectives that run with 32 updates, besides RULES: those that the assignment of
+# CS336 compares, P3O, and the two best variants of P3O.
 COMPARED_AT_32 = (
     "p3o",
     "grpo 0.2",
@@ -175,7 +175,7 @@ PARTS: dict[str, list[Cell]] = {
         + at_rate(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, [seed])
         + at_rate(["32 updates"], ("p3o", "grpo 0.2"), [seed])
     ]
-    # Where a run with the first three seeds collapsed.
+    # Two more seeds if a run with the first three collapsed.
     + at_rate(["lag 16"], ("ipo", "icepop"), [3, 4])
     + at_rate(["32 updates"], ("p3o", "grpo 0.2"), [3, 4]),
 }

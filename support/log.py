@@ -149,8 +149,9 @@ class Log:
             print(
                 "nothing was learned in step 1, because the responses to each prompt "
                 f"all had the same reward: {metrics['truncated']:.0%} of the responses "
-                "were cut at max_response_tokens, and the verifier misses a \\boxed{} "
-                f"or #### in {metrics['unmarked']:.0%}; see {self.out}/samples.jsonl"
+                f"were cut at max_response_tokens, and {metrics['unmarked']:.0%} lack "
+                f"a \\boxed{{}} or #### that the verifier needs; see {self.out}/"
+                "samples.jsonl"
             )
 
     def append_samples(self, step: int, rollouts: Any) -> None:

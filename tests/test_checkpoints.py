@@ -351,7 +351,8 @@ def test_a_first_step_without_any_signal_is_explained_at_once(log, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == (
         "nothing was learned in step 1, because the responses to each prompt all had "
         "the same reward: 75% of the responses were cut at max_response_tokens, and "
-        f"the verifier misses a \\boxed{{}} or #### in 50%; see {log.out}/samples.jsonl"
+        "50% lack a \\boxed{} or #### that the verifier needs; see "
+        f"{log.out}/samples.jsonl"
     )
     for other in {"step": 2}, {"groups_with_signal": 0.25}:
         log.write(TRAINED | metrics | other)

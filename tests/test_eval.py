@@ -115,8 +115,8 @@ def test_the_script_samples_as_its_flags_say_and_writes_counts_and_pass_at_k(
         assert rewards == sample["rewards"]
     cut = statistics.mean(cut for sample in samples[:20] for cut in sample["truncated"])
     # The verifier of tiny expects no mark.
-    shares = f"tiny: {cut:.0%} of the responses are cut at max_response_tokens, and the"
-    assert f"{shares} verifier misses a \\boxed{{}} or #### in 0%\n" in printed
+    shares = f"tiny: {cut:.0%} of the responses are cut at max_response_tokens, and 0%"
+    assert f"{shares} lack a \\boxed{{}} or #### that the verifier needs\n" in printed
 
 
 def test_an_answer_that_is_marked_nowhere_is_counted_and_rewards_outlast_the_intervals(
@@ -128,7 +128,7 @@ def test_an_answer_that_is_marked_nowhere_is_counted_and_rewards_outlast_the_int
     with pytest.raises(MemoryError):
         evaluate_here(run_here, tmp_path / "out", f"--task={tmp_path / 't.jsonl'}")
     # tiny ends with only the sum.
-    assert "misses a \\boxed{} or #### in 100%" in capsys.readouterr().out
+    assert "100% lack a \\boxed{} or #### that" in capsys.readouterr().out
     [sample] = map(json.loads, open(tmp_path / "out/samples.jsonl"))
     assert (sample["rewards"], sample["truncated"]) == ([0.0], [False])
 
