@@ -119,10 +119,10 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     except Exception as error:  # tokenizers has its own exceptions
         reason, *_ = one_line(error).split(". ")
         raise Refused(
-            f"{model} is not a model that can be read: {reason}; merge an adapter "
-            "(LoRA) into its model first; a run has model/ only after its last step; "
-            "to make it from the newest checkpoint, of step N, repeat the command of "
-            "the run with --resume --steps N"
+            f"{model} is not a model that can be read: {reason}; an adapter (LoRA) has "
+            "to be merged into its model first, and a run has model/ only after its "
+            "last step (to write it from the newest checkpoint, of step N, repeat the "
+            "run's command with --resume --steps N)"
         ) from None
     text_config = config.get_text_config()  # differs if the model also reads images
     if to_train:
