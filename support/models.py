@@ -38,7 +38,6 @@ TRAINABLE = """
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Old checkpoints hold this buffer, which is computed and not learned.
 COMPUTED = "rotary_emb.inv_freq"
-MAX_ACTIVATION_BYTES = 4 * 2**30  # on a CPU
 # The fields of a config.json for which vLLM and transformers compute different
 # functions, as tests/config_fields.py shows. check_trainable writes each field as a
 # line such as "qwen3 attention_bias False -> True": the type of the model, the name,
@@ -200,14 +199,15 @@ def check_heads(model: str, config: Any, tp: int) -> None:
                 f"{model} is of type {config.model_type}, whose config has no {name}: "
                 "give a model of another type"
             )
-    heads, kv_heads = config.num_attention_heads, kv_head_count(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     # Each rank has several key heads, or several ranks share one.
     if heads % tp or max(kv_heads, tp) % min(kv_heads, tp):
         raise Refused(
             f"rollout_tp is {tp}, which does not divide the {heads} attention heads "
             f"and {kv_heads} key heads of {model}"
         )
-    size = head_size(config)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size not in CPU_HEAD_SIZES and not torch.cuda.is_available():
         raise Refused(
             f"{model} has attention heads of size {size}; on a CPU vLLM supports only "
@@ -278,27 +278,3 @@ def turn_end_tokens(tokenizer: Any) -> list[int]:
     added = tokenizer.added_tokens_decoder
     # An unknown character may be encoded as an added token that is not in the text.
     return [i for i in token_ids if i in added and str(added[i]) in after][:1]
-
-
-def activation_bytes(config: Any, element: int) -> int:
-    """Return the bytes that all layers keep for the backward pass, per token.
-
-    `element` is the size of an activation in bytes. Each of two RMS norms keeps a
-    float32 input, a normalized and a weighted output. Attention keeps q, k, v and its
-    output, and the MLP keeps four activations of intermediate_size.
-    """
-    heads = config.num_attention_heads + kv_head_count(config)
-    norms = 2 * (4 + 2 * element) * config.hidden_size
-    wide = 2 * heads * head_size(config) + 4 * config.intermediate_size
-    return config.num_hidden_layers * (norms + element * wide)
-
-
-def kv_head_count(config: Any) -> int:
-    """Return the number of key heads, by default that of query heads."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
-def head_size(config: Any) -> int:
-    """Return the size of an attention head's query or key."""
-    head_dim = getattr(config, "head_dim", None)
-    return head_dim or config.hidden_size // config.num_attention_heads

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from policy import CHUNK
 from support.command import Refused, parse_flags, run_script
-from support.models import activation_bytes
 from train import Config
 
 GB = 2**30
@@ -68,6 +67,13 @@ def shape_of(model_name: str) -> Shape:
     attention = layers[0].self_attn
     in_layers = list(layers.parameters())
     total = model.num_parameters()
+    key_value = attention.k_proj.out_features
+    # For the backward pass, each of two RMS norms of a layer keeps a float32 input, a
+    # normalized and a weighted output. Attention keeps q, k, v and its output, and the
+    # MLP keeps four activations of intermediate_size.
+    norms = 2 * (4 + 2 * ELEMENT) * config.hidden_size
+    wide = 2 * (attention.q_proj.out_features + key_value)
+    wide += 4 * config.intermediate_size
     return Shape(
         total=total,
         linear=sum(weight.numel() for weight in in_layers if weight.dim() == 2),
@@ -75,8 +81,8 @@ def shape_of(model_name: str) -> Shape:
         root=total - sum(weight.numel() for weight in in_layers),
         layers=len(layers),
         hidden=config.hidden_size,
-        activations=activation_bytes(config, ELEMENT),
-        key_value=attention.k_proj.out_features,
+        activations=len(layers) * (norms + ELEMENT * wide),
+        key_value=key_value,
     )
 
 
