@@ -250,6 +250,15 @@ def smollm2():
     }
 
 
+def on_formulas(every):
+    """Return the runs on recipes/formulas, without the name of this task."""
+    return {
+        cell._replace(mismatch=cell.mismatch.removesuffix(", formulas")): run
+        for cell, run in every.items()
+        if cell.mismatch.endswith(", formulas")
+    }
+
+
 @pytest.mark.parametrize(
     "name", ["embedded", "smollm2", "gpu/smollm2", "smollm2_40_steps"]
 )
@@ -322,11 +331,9 @@ SELECTIONS = {
         {cell: run for cell, run in at_rate().items() if cell.seed < 3}
     ],
     "score at 5e-5": lambda: [runs.select(embedded(), learning_rate=plan.RATE_AT_32)],
-    "SmolLM2, formulas": lambda: [
-        {
-            cell._replace(mismatch=cell.mismatch.removesuffix(", formulas")): run
-            for cell, run in smollm2().items()
-        }
+    "SmolLM2, formulas": lambda: [on_formulas(smollm2())],
+    "SmolLM2 on a CPU": lambda: [
+        on_formulas(runs.read_runs(runs.RESULTS / "smollm2.jsonl"))
     ],
     "SmolLM2, seed by seed": lambda: [
         runs.select(runs.read_runs(runs.RESULTS / "smollm2.jsonl"), seed=seed)
