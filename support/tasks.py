@@ -70,61 +70,79 @@ EMPTY = (None, "", [], False)
 # per line, the shortest first. Facts about a part, such as num_images or
 # topic_graph_theory, do not match.
 PART_OF_PROBLEM = re.compile(
-    r"(?im)^(?!(?:n|num|has|is|topic|category|subject|domain|skill|tag)s?_|"
-    r".*_(?:count|type|length|size|rate|tried|window|tokens|score|theory)$)(?:"
+    r"""(?imx)
+    ^(?!(?:n|num|has|is|contain|require|need|no|topic|category|subject|domain|skill|tag)
+        s?_|number_of_|.*_(?:count|type|length|size|rate|tried|window|tokens|score|
+        theory|(?:solution|generation|rollout)s?)$)
+    (?:
     # choices: Options, answer_choices, mc1_targets, opa, choice1, (A) and (B), 1 and 2
-    r".*(?:choice|(?<!ad)option(?!al)|distractor|incorrect|wrong|alternatives|"
-    r"candidate|possible_?answer).*|mcq?\d?(?:_(?:targets?|answers?))?|endings?\d?|"
-    r"(?-i:\W?[A1]\W?\n\W?[B2]\W?)|\W?a\W?\n\W?b\W?\n\W?c\W?|"
-    r"(?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)|"
+    .*(?:choice|(?<!ad)option(?!al)|distractor|incorrect|wrong|alternativ(?:es|as)|
+        candidate|opci[oó]n|选项|(?:possible|potential|suggested|false)_?answer).*
+    | mcq?\d?(?:_(?:targets?|answers?)\d?)? | endings?\d? | alternative[_ ]?(?:[a-e]|\d)
+    | (?-i:\W?[A1]\W?\n\W?[B2]\W?) | \W?a\W?\n\W?b\W?\n\W?c\W? | a1\na2
+    | (?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)
     # pictures and other media, perhaps by their id: decoded_image, img_path, visual
-    r".*(?:image|img|picture|screenshot|pixel|audio|video).*|(?:.*_)?visuals?|"
-    r"jpe?g|png|svg|"
+    | .*(?:image|img|picture|screenshot|pixel|audio|video|图).* | (?:.*_)?visuals?
     # drawings and texts that the problem is about: Figure 1, but not geography
-    r"(?!.*_id$)(?:.*[^a-z\n])?(?:figure|photo|diagram|drawing|graph|chart|context|"
-    r"passage|article)s?(?:[^a-z\n].*)?|body)$"
+    | (?!.*_id$)(?:.*[^a-z\n])?
+        (?:fig(?:ure)?|photo|pic|diagram|drawing|graph|chart|illustration|plot|jpe?g|
+        png|svg|gif|webp|tikz|context|passage|article)s?(?:[^a-z\n].*)?
+    | body
+    )$"""
 )
-# Matches what is not text in a problem: <image>, and the turns of a chat with any
-# model, such as <|im_start|>, [INST], or "### Response:" at the end.
+# Matches what is not text in a problem: <image_1>, ![](figure.png), and the turns of a
+# chat with any model, such as <|im_start|>, [INST], or "### Response:" at the end.
 MARKUP = re.compile(
-    r"(?i)<ima?ge?\b[^<>]*>|<\|[\w-]{3,}\|>|<｜|<\w+_of_turn>|"
-    r"<(?:reserved|unused)_?\d+>|\[/?INST\]|<\|turn>|\[\|user\|\]|<<SYS>>|"
-    r"['\"]role['\"]\s*:|(?:(?:\b(?:assistant|ai|bot|gpt)>?|# *(?:response|output)|"
-    r"\n\W*response)\s*:|\n\W*#\W*(?:response|output|answer|solution|assistant)\b)\W*"
-    r"(?:<think>\W*)?$|<think>\W*$"
+    r"""(?ix)
+    <(?:ima?ge?|video|audio)(?:[^a-z<>][^<>]*|_?(?:here|placeholder|token))?>
+    | !\[[^][]*\]\([^()\s]*[/.][^()]*\) | \\includegraphics | \[ima?ge?\b[^][]*\]
+    | <\|[\w-]{3,}\|> | <｜ | <\w+_of_turn> | \[/?INST\] | <\|turn> | <<SYS>>
+    | <(?:reserved|unused|special|extra_id)_?\d+> | \[\|(?:user|human)\|\]
+    | </?(?:role|user|assistant)> | ['"](?:role|from)['"]\s*:
+    | (?:(?:\b(?:assistant|ai|bot|gpt)>?|\#[ ]*(?:response|output)|\n\W*response)\s*:
+        |\n\W*\#\W*(?:response|output|answer|solution|assistant)\b)\W*(?:<think>\W*)?$
+    | </?think>\W*$"""
 )
 # Patterns of gold answers that a built-in verifier cannot use, and what is wrong.
 GOLD_FAULTS = {
-    # nan, pd.NA, \text{N/A}, [deleted], "No answer was found.", "See the proof.", -
-    r"(?i)^(?:\W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.)?(?:nan|none|null|nil|n ?[/.] ?a|"
-    r"(?-i:NA|na|NaT)|tbd|todo|omitted|deleted|removed|redacted|withheld|notfound|"
-    r"answers? (?:may|will|can) vary|(?:no|not|none)(?![a-z]).*"
-    r"(?:answer|found|given|provided|available|applicable)|"
-    r"see\b.*|.*\bpro(?:of|ved?|ven)\b.*)\W*|[-—–…?._\s]+)$": (
-        "says that there is no answer"
-    ),
-    # ["34"], {answer: 34}, b'34', (34,), [34], [true], deque([34]), Fraction(1, 2)
-    r"""(?is)(?<!\^)[\[({]\s*[bru]?['"]|^[bru]?(['"]).*\1$|^\{\s*\w{3,}\s*:|"""
-    r"""^\[+(?:[-+.\d\s]|true|false|null|none)*\]+$|^[(\[].*,\s*[)\]]$|"""
-    r"""^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|float\d*|fraction|"""
-    r"""(?:frozen)?set|integer|list|rational|str|tensor|tuple|u?int\d+|"""
-    r"""\w{3,}(?=\([\[{]))\(|"""
-    # Answer(34), Result(value=34), <Answer: 34>, but not Log(34) or <12, 5>
-    r"""^(?:answer|output|response|result|solution|value)\(.*\)$|"""
-    r"""^<[a-z]\w+[ :].*>$|^<([a-z]+)>.*</\2>$""": (
+    r"""(?ix)^(?:
+    # nan, pd.NA, \text{N/A}, [deleted], <unk>, #REF!, \square, "Answer: none"
+    \W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.|.*\b(?:answer|solution)\b.*\b)?
+    (?:nan|none|null|nil|n[ ]?[/.][ ]?a|(?-i:NA|na|NaT)|tbd|todo|omitted|deleted|removed
+    |redacted|withheld|missing|unavailable|pending|placeholder|not[ ]?found|not[ ]given
+    |(?<=[<[(])(?:unk|pad|blank|empty)|ref!|value!|div/0!|q\.?e\.?d|[∎□■]
+    |(?<=\\)(?:black)?square|no_?answer|open[ -]ended|sample[ ](?:answer|solution).*
+    # "No answer was found.", "See the proof.", 证明略, "Answers may vary.", -
+    |answers?[ ](?:may|will|can)[ ]vary|(?:there[ ](?:is|was)[ ])?(?:no|not|none)
+        (?![a-z]).*(?:answer|found|given|provided|available|applicable)
+    |see\b(?!-).*|.*\bpro(?:of|ved?|ven)\b.*|.*(?:证明|証明|略|见解析|暂无|无答案).*)\W*
+    |[-—–…?._\s]+)$""": "says that there is no answer",
+    r"""(?isx)
+    # ["34"], {answer: 34}, b'34', (34,), [34], [$34$], [true]; but not [\frac{n}{2}]
+    (?<!\^)[\[({]\s*[bru]?['"] | ^[bru]?(['"]).*\1$ | ^\{\s*(?:\w{3,}|\d+)\s*:
+    | ^\[+(?:[^][,;a-z]|\\[a-z]+|true|false|null|none)*\]+$ | ^[(\[].*,\s*[)\]]$
+    # [34, None], [A], 34 ||| 35, deque([34]), Fraction(1, 2), Interval(0, 1)
+    | ^[(\[].*\b(?:nan|none|null)\b.*[)\]]$ | ^\[[a-j]\]$ | \|{3} | \w\#{3}\w | \t
+    | ^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|eq|float\d*|fraction|integer|
+        interval|list|range|rational|\w*set|str|tensor|tuple|u?int\d+|union|
+        \w{3,}(?=\([\[{]))\(
+    # Answer(34), Namespace(x=34), <Answer: 34>; but not Log(34) or <12, 5>
+    | ^(?:answer|output|response|result|solution|value)\(.*\)$ | ^\w{3,}\(\w+=.*\)$
+    | ^<[a-z]\w+[ :].*>$ | ^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
     rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
     r"^(?!.*\\begin).*\n": "has several lines and marks no answer by \\boxed{} or ####",
 }
 # {question}, {{ prompt }}, {}, {row['q']}, %s, <problem>, <user_question>, $input, but
-# not \boxed{} or x^{2}
+# not \boxed{}, x^{2} or {answer}
 PLACEHOLDER = re.compile(
-    r"(?i)(?<![\w\\}^])(?<!boxed )\{(?:[{%]|"
+    r"(?i)(?<![\w\\{}^])(?<!boxed )\{(?:[{%]|(?!\s*(?:final_?)?answer)"
     r"\s*[\w.]*(?:\[[^][{}]*\]|\([^(){}]*\))*(?:[!:][\w.]+)?\s*\})|"
     r"(?<![\d\\])%(?:[dis](?!\w)|\(\w+\))|"
-    r"(?:[<\[$|@]+\{?|\\\{|__|%)(?:(?:insert|your|the|this|user|input|math)[ _])*"
-    r"(?:question|problem|prompt|query|input)(?![a-z])"
+    r"(?:[<\[$|@«‹【]+\{?|<%= |\(insert |#(?=\w+#)|\\\{|__|%)"
+    r"(?:(?:insert|your|the|this|user|input|math)[ _])*"
+    r"(?:(?:question|problem|prompt|query|input|task)(?![a-z])|问题|题目)"
 )
 
 

@@ -364,10 +364,12 @@ PLACEHOLDERS = r"""
 {question} | {{ prompt }} | {} | {0} | {q!r} | {q:.2f} | {% if %} | {item['q']}
 {row.get("q")} | %s | a %d | %(q)s | ${x} | $input | <problem> | <user_question>
 <the problem> | [your question] | [Insert question here] | \{question\} | <|prompt|>
+«question» | 【问题】 | <%= question %> | #question# | (insert problem here) | [TASK]
 """
 INSTRUCTIONS = r"""
 Use \boxed{}, \boxed {x} or $\frac{a}{b}$, x^{2} and \text{ cm}. | 100% x | 100%d
 Write <think> and your thoughts on the problem. | [your answer] | $\{1, 2\}$
+#### {answer} | \boxed{{}} | # The problem | (the problem)
 """
 
 
@@ -431,6 +433,10 @@ UNUSABLE_ROWS = r"""
 {"(A)": "2", "url": "x", "(B)": "3"} -> '\(A\) \(B\)' holds a part
 {"1": "2", "2": "3", "3": "4"} -> '1 2' holds a part
 {"prompt": "<image>Find x."} -> its problem has '<image>'
+{"prompt": "<image_1>Find x."} -> its problem has '<image_1>'
+{"prompt": "<video>Find x."} -> its problem has '<video>'
+{"prompt": "Find x. ![](https://x/y.png)"} -> its problem has '!\[\]\(https://x/y.png\)'
+{"prompt": "[IMAGE: a circle] Find x."} -> its problem has '\[IMAGE: a circle\]'
 {"prompt": "<|im_start|>user\n1+1<|im_end|>"} -> has '<\|im_start\|>', which
 {"prompt": "<start_of_turn>user\n1+1"} -> has '<start_of_turn>'
 {"prompt": "<reserved_106>1+1"} -> has '<reserved_106>'
@@ -442,6 +448,10 @@ UNUSABLE_ROWS = r"""
 {"prompt": "Query: 1+1 ### Response:"} -> has '# Response:'
 {"prompt": "User: 1+1\nAssistant: <think>"} -> has 'Assistant: <think>'
 {"prompt": "[{\"role\": \"user\", \"content\": \"1+1\"}]"} -> has '\"role\":'
+{"prompt": "[{\"from\": \"human\", \"value\": \"1+1\"}]"} -> has '\"from\":'
+{"prompt": "<role>HUMAN</role>1+1"} -> has '<role>'
+{"prompt": "<extra_id_1>User\n1+1"} -> has '<extra_id_1>'
+{"prompt": "1+1\n<think>\n\n</think>\n"} -> has '</think>'
 """
 
 
@@ -469,11 +479,14 @@ PARTS = """
 answer_choices | possible_answers | mc1_targets | mcq | endings | Incorrect Answer 1
 opb | choice1 | option_a | ans_1 | A, B | a, b, c | wrong_answers | candidates
 images | img_path | image_id | visual | svg | Context | Figure 1 | chart | screenshot
+a1, a2 | alternative_b | alternativas | opciones | 选项 | potential_answers | mc_answer1
+png_path | fig1 | pics | plot | illustration | 图片
 """
 FACTS = """
 num_images | chart_type | paragraph_id | topic_graph_theory | graph_theory | has_image
 geography | optional | adoption_year | visualized | context_length | tags_graph | a, b
-wrong_rate | n_choices | table | level | source | idea | A, c | body_temperature | mcmc
+wrong_rate | requires_image | contains_diagram | number_of_options | wrong_solutions
+n_choices | table | level | source | idea | A, c | body_temperature | mcmc
 """
 
 
@@ -520,18 +533,22 @@ def test_equal_problems_with_different_golds_are_refused(load):
 GOLDS_WITHOUT_ANSWER = r"""
 nan | None | null | N/A | N / A | n.a. | NA | pd.NA | <NA> | NaT | - | — | ? | Proof.
 \text{N/A} | not found | (see solution) | No final answer was found. | no_answer
-[deleted] | The proof is above. | Answers may vary.
+[deleted] | The proof is above. | Answers may vary. | #REF! | Answer: none | <unk>
+The answer is not given | answer not found | \square | ∎ | 证明略 | pending
+Sample answer
 """
-CONTAINERS = """
+CONTAINERS = r"""
 ["34"] | ['$34$'] | {"answer": "34"} | {answer: 34} | {'34'} | ('34',) | (34,) | [34]
 [] | [true] | b'34' | "34" | array(['34'], dtype=object) | array([34]) | Fraction(1, 2)
 Decimal('34') | np.float64(34.0) | deque([34]) | tensor(34) | <answer>34</answer>
-Answer(34) | Result(value=34) | <Answer: 34>
+Answer(34) | Result(value=34) | <Answer: 34> | Namespace(x=34) | Interval(0, 1)
+FiniteSet(1, 2) | {34: 1} | [$34$] | [\frac{1}{2}] | [34, None] | [A] | 34 ||| 35
 """
 GOLDS = r"""
 Na | -5 | no | [2,5] | [1,2,3] | (1,2) | \{1,2\} | <1,2> | <x,y> | f(2) | Log(2) | A(3)
 y^{''} | 5'10" | A' | np.arcsin(1./2) | \emptyset | \text{None of these} | undefined
-[0, 1) | x=[2] | \{x: x>2\} | True | no solution | unknown | 12:30 | nat
+[0, 1) | x=[2] | \{x: x>2\} | True | no solution | unknown | 12:30 | nat | square
+[\frac{n}{2}] | [1;2] | {x: x>2} | sample variance | P(X=2) | The solution is 5
 """
 
 
