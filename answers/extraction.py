@@ -17,24 +17,27 @@ BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
 CHARACTER = r"[\w:|｜▁/-]"
 NAME = (
     rf"{CHARACTER}{{0,30}}(?:think|thought|reason|analy[sz]|scratch|reflect|rationale|"
-    r"monolog|deliberat|brainstorm|internal|draft|(?<![a-z])(?:cot|plan(?:ning)?)"
-    rf"(?![a-z])){CHARACTER}{{0,30}}(?:\s[^<>]{{0,99}})?[>▷]"
+    r"monolog|deliberat|brainstorm|internal|draft|contemplat|working_?out|思考|推理|"
+    rf"(?<![a-z])(?:cot|plan(?:ning)?|working|inner)(?![a-z])){CHARACTER}{{0,30}}"
+    r"(?:\s[^<>]{0,99})?[>▷]"
 )
 THOUGHT_TAG = re.compile(
     rf"""(?ix)
     (?P<end>
         # </think>, <think/>, ◁/think▷, </seed:think>, <|end_of_thought|>, <think_end>
-        [<◁] (?={CHARACTER}{{0,30}}(?:/|(?<![a-z])(?:end|stop|close|suffix))) {NAME}
+        [<◁] (?={CHARACTER}{{0,30}}
+            (?:/|(?<![a-z])(?:end|stop|close|finish|done|suffix))) {NAME}
         | (?-i:\[/(?:THINK|THINKING|THOUGHT|REASONING)\])       # Magistral
         | <\|channel\|>\s?final(?:\s<\|constrain\|>\w*)?        # gpt-oss
         | <channel\|>                                           # Gemma 4
         | <\|content(?:_text)?\|>                               # Solar Open, Inkling
         | <\|inner_suffix\|>                                    # Apertus
         | <unused95>                                            # MedGemma
-        | <\|im_start\|>answer | <\|answer\|>                   # s1
+        | <\|im_start\|>answer | <\|(?:answer|response|final)\|> # s1
         | <\|(?:close\|>think|open\|>response)<\|sep\|>         # Kimi K3
         | to=user<\|message\|>                                  # Muse
         | Here(?:\sis|'s)\smy\sresponse:                        # Granite 3.2
+        | \[BEGIN\sFINAL\sRESPONSE\]                            # Apriel
     )
     | (?P<begin>
         [<◁] {NAME}
@@ -46,6 +49,7 @@ THOUGHT_TAG = re.compile(
         | <\|open\|>think<\|sep\|>
         | to=self<\|message\|>
         | Here(?:\sis|'s)\smy\sthought\sprocess:
+        | Here\sare\smy\sreasoning\ssteps:
     )"""
 )
 # What ends the model's turn: <|im_end|>, <|eot_id|>, <|end_of_turn|>, <turn|>, </s>, or
@@ -53,12 +57,16 @@ THOUGHT_TAG = re.compile(
 # message of the model before its next one.
 TURN_END = re.compile(
     r"""(?ix)
-    [<\[][|｜] (?:im_end|eo[stm](?:_id)?|return|user|end
-        (?:_?of_?(?:text|turn|utterance|sentence|message)\w*|▁of▁sentence)?) [|｜][>\]]
+    [<\[][|｜] (?:(?:im|role|turn|assistant)_end|(?:\w+:)?eo[astdm](?:_id|_token)?|
+        return|user(?:_token)?|human|prompter|observation|
+        end(?:_?of_?(?:text|turn|utterance|sentence|message|response|user|assistant)\w*|
+        ▁of▁sentence)?) [|｜][>\]]
         (?!<\|(?:start|begin)\|>assistant|to=user)
-    | <(?:end_of_turn|start_of_turn|eos|/s|turn\|)>
-    | \[INST\]
-    | <\|(?:(?:im_start|start_header_id|start_of_role|start|begin)\||turn)>user"""
+    | <(?:end_of_(?:turn|utterance)|start_of_turn|(?:\w+:)?eos|eod|/s|turn\||role)>
+    | \[INST\] | \[e~\[
+    | <\|(?:(?:im_(?:start|user)|header_start|start_header_id|start_of_role|start|begin)
+        \||turn)>user
+    | <(?:extra_id|SPECIAL)_\d+>User"""
 )
 # Control tokens such as <|im_end|>, <｜end▁of▁sentence｜>, <turn|> and </s>, and tags
 # around an answer. None of them belongs to the answer.

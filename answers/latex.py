@@ -26,6 +26,8 @@ SIGNS = r"""
 ⅝ \frac{5}{8} ⅞ \frac{7}{8} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~ ⁄ / ∕ / ％ % ₹ ~ “ ~ ” ~ 。 .
 ✅ ~ ′ ' ‐ - ‑ - ⩽ \le~ ⩾ \ge~ ₀ _{0} ₁ _{1} ₂ _{2} ₃ _{3} ₄ _{4} ₅ _{5} ₆ _{6}
 ₇ _{7} ₈ _{8} ₉ _{9} ⟨ ( ⟩ )
+∶ : ： : 、 ,~ ； ; ｛ \{ ｝ \} ［ [ ］ ] ∜ \sqrt[4]~ ∙ \cdot~ • \cdot~ ∗ *
+⌊ \lfloor~ ⌋ \rfloor~ ⌈ \lceil~ ⌉ \rceil~ ≈ \approx~
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
@@ -118,7 +120,8 @@ REWRITES = r"""
 (?<!\\)\\[,;:!> ]|\\(?:q?quad|thinspace|enspace)(?![a-z])|\s -> ~
 # \$18, \euro18, \[18\], \(18\), **18**
 \\?\$|\\(?:euro|pounds|cent|mathdollar)(?![a-z])|\\[]()[]|\*\* -> ~
-# \langle 1,2\rangle
+# \langle 1,2\rangle, <1,2>
+^<([^<>=]*,[^<>=]*)>$ -> (\1)
 \\langle(?![a-z]) -> (
 \\rangle(?![a-z]) -> )
 # 1,2,...,n
@@ -219,9 +222,9 @@ _~*(\w) -> _{\1}
 \\text\{~*\(?([a-zA-Z](?:POWER)?)\)?\.?~*\} -> \1
 ^([A-Z]{2,}|[Nn]o|(?=\w*[eiou])[a-zA-Z]{3})$ -> \\text{\1}
 \\text\{~*([^{}]*?)[~.]*\} -> \\text{\1}
-# \text{all real numbers}, \varnothing, \varepsilon, x \not= 3
+# \text{all real numbers}, \varnothing, \text{empty set}, \varepsilon, x \not= 3
 \\text\{[aA]ll~real(?:s|~numbers)\} -> \\mathbb{R}
-\\varnothing -> \\emptyset
+\\varnothing|\\text\{(?:the~)?empty~set\} -> \\emptyset
 # \text{no solution}, \text{No real solutions.}, DNE
 ^\\text\{(?:There~(?:is|are)~)?[nN]o~solutions?\}$ -> \\emptyset
 ^\\text\{([nN]o~real~solution)s\}$ -> \\text{\1}
@@ -237,10 +240,11 @@ _~*(\w) -> _{\1}
 \^\{?('+)\}? -> \1
 (?<=[a-zA-Z])' -> _{prime}
 \^~*(?:\{(?:T|\\top)\}|T\b|\\top\b) -> ^{1T}
-# 204_5, 204_{(5)}, 1A3_{16}: a numeral becomes a name, equal only to itself
+# 204_5, 204_{(5)}, (204)_5, 1A3_{16}: a numeral becomes a name, equal only to itself
+(?<![\w.}^])\((\d\w*)\)(?=_\{) -> \1
 (?<![\w.}^])(\d(?:[\dA-F]*|[\da-f]*(?=_\{16)))_\{\(?(\d+)\)?\} -> \\text{\1~base~\2}
 # 2024-05-01, 555-1234, (555) 123-4567, 10-15, which are no subtractions; 10 - 3 is one
-FROM(\+?[\d()~]*\d\)?-\d[\dX-]*)TO -> \\text{\1}
+FROM(\+?[\d()~]*\d\)?-~?\d[\dX-]*)TO -> \\text{\1}
 # 05/01/2024, 05/2024, which are no quotients
 FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
                                                                     Arguments
@@ -292,8 +296,8 @@ FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
 \\\{~*[a-z]~*(?:\\in~*\\mathbb\{R\})?(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
 ^[a-zA-Z]~*=(?=[^=]*(?:,|\\pm)[^=]*$) ->
 ^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))(PART=)(?!\d*[a-zA-Z]=)(?:PART=)+ -> \1
-# +5, 5\text{ cm},
-^\+|[~.,;:\\]+$ ->
+# +5, \approx 5, 5\text{ cm},
+^\+|^\\approx~*|[~.,;:\\]+$ ->
 """
 
 

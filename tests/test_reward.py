@@ -118,7 +118,7 @@ x\in(0,\frac12) == x\in(0,0.5)
 (-\infty,-1)\cup(3,\infty) == x<-1 \text{ or } x>3
 x \ne 0 == \mathbb{R}\setminus\{0\}
 \text{all real numbers} == (-\infty,\infty)
-\emptyset == \varnothing
+\emptyset == \varnothing == \text{empty set}
 x^2+y^2=25 == 2x^2+2y^2-50=0
 a<b<c == c>b>a
 f(x)=x == f(x)=x \text{ for all } x
@@ -250,10 +250,15 @@ x^{2/3} == \sqrt[3]{x^2}
 3-4i == \overline{3+4i}
 2+i == \overline{2-i}
 (3,-1,2) == \langle 3,-1,2\rangle
-(3,-1,2) == ⟨3,-1,2⟩
+(3,-1,2) == ⟨3,-1,2⟩ == <3,-1,2>
+5:3 == 5∶3 == 5：3
+\{1,2\} == ｛1、2｝
+[1,\sqrt[4]{2}] == ［1，∜2］
+3.14 == ≈3.14 == \approx 3.14
+6\lfloor x\rfloor == 2∙3⌊x⌋
 (3,-1,2) == 3\mathbf{i}-\mathbf{j}+2\hat{k}
 (3,-1) == 3\mathbf{i}-\mathbf{j} == 3\hat{\imath}-1\hat{\jmath}
-204_5 == 204_{(5)}
+204_5 == 204_{(5)} == (204)_5
 2F_{16} == 2f_{16}
 4\pmod 7 == 4 \mod 7
 4\pmod 7 == x \equiv 4\ (\text{mod }7)
@@ -406,6 +411,7 @@ k\pi,k\in\mathbb{Z}\setminus\{0\} != k\pi,k\in\mathbb{Z}
 (555) 123-4567 != 63698
 978-3-16-148410-0 != -147451
 10-15 != -5
+\$10-\$15 != -5
 1-3,5-7 != 2-4,6-8
 1.2.3 != 0.24
 10:05 != 2
@@ -493,6 +499,11 @@ FOUND += r"""
 #### 5<turn|>
 #### 5<|turn>user↵#### 6
 #### 5[|endofturn|]↵[|user|]3+3?↵[|assistant|]#### 6
+\boxed{5}<|role_end|><role>HUMAN</role>3+3?<|role_end|> \boxed{6}
+\boxed{5}<|plamo:eos|><|USER_TOKEN|> \boxed{6}
+\boxed{5}<end_of_utterance> \boxed{6}
+\boxed{5}<|im_user|>user 3+3? \boxed{6}
+\boxed{5}↵<SPECIAL_11>User↵3+3? \boxed{6}
 """
 NOT_FOUND = r"""
 5
@@ -574,6 +585,12 @@ THOUGHTS = """
 <seed:think> ... </seed:think>
 <ifm|think_fast> ... </ifm|think_fast>
 <think_start> ... <think_end>
+<start_working_out> ... <end_working_out>
+<|thinking_start|> ... <|thinking_done|>
+<inner_voice> ... </inner_voice>
+<contemplation> ... </contemplation>
+<思考> ... </思考>
+<|reasoning|> ... <|response|>
 <|begin_of_thought|> ... <|end_of_thought|><|begin_of_solution|>
 <|START_THINKING|> ... <|END_THINKING|><|START_RESPONSE|>
 <｜thinking｜> ... <｜/thinking｜>
@@ -592,6 +609,7 @@ THOUGHTS = """
 to=self<|message|> ... <|eom|>to=user<|message|>
 Here is my thought process:↵ ... ↵Here is my response:↵
 Here's my thought process:↵ ... ↵Here's my response:↵
+Here are my reasoning steps:↵ ... ↵[BEGIN FINAL RESPONSE]↵
 """
 
 
