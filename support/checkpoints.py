@@ -203,7 +203,7 @@ def take_folder(out: Path, cfg: Flags) -> None:
             os.truncate(file, 0)
             os.write(file, json.dumps(config_of(cfg), indent=1).encode())
     except OSError as error:
-        raise Refused(f"out_dir {out} cannot be made: {error.strerror}") from None
+        raise Refused(f"out_dir {out} cannot be used: {error}") from None
 
 
 @contextmanager
@@ -289,7 +289,7 @@ def load_checkpoint(
         # The step's row in the log is written after the checkpoint. If the log has this
         # row, it may have an evaluation, which is kept.
         log = out / "metrics.jsonl"
-        text = log.read_text(errors="replace") if log.exists() else ""
+        text = log.read_text(errors="replace") if log.is_file() else ""
         if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
             with suppress(ValueError):  # A kill may have damaged it.
                 own["metrics"] |= json.loads(row[0])
