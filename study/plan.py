@@ -28,8 +28,8 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
                    task is recipes/formulas, whose prompts begin with two solved
                    problems. For --model, copy the model's folder and change its
                    chat_template.jinja to {{ messages[0]["content"] }}
-    smollm2-rules  the two best of the six rules, TRL's default, and P3O on old data,
-                   with three seeds: 24 runs on the same task
+    smollm2-rules  the two best of the six rules, TRL's default, P3O, the constant 0.9
+                   and GRPO on old data, with three seeds: 36 runs on the same task
 
 study/results/README.md says which commit brings back the parts that are complete.
 
@@ -187,7 +187,8 @@ SMOLLM2_PARTS: dict[str, list[Cell]] = {
     ),
     "smollm2-rules": of_smollm2(
         ("lag 4, formulas", "lag 16, formulas"),
-        ("vespo", "dppo_tv", "sequence_mask", "p3o"),  # P3O on the same machine
+        # The last three are made here again, so that all are from one machine.
+        ("vespo", "dppo_tv", "sequence_mask", "p3o", "p3o, e_B = 0.9", "grpo 0.2"),
         range(3),
     ),
 }
