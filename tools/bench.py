@@ -13,10 +13,11 @@ its own:
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0
     .venv-trl/bin/pip uninstall -y torchvision torchaudio torchcodec
 
-The runs alternate, and a ratio is the median of the ratios of all rounds. Other
-programs on the machine change such a ratio less than they change seconds. --out is a
-JSON file with the numbers of all rounds; a .md file beside it has the table. To measure
-a CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
+--earlier compares with another commit of this repository (`git worktree add` makes its
+folder). The runs alternate, and a ratio is the median of the ratios of all rounds.
+Other programs on the machine change such a ratio less than they change seconds. --out
+is a JSON file with the numbers of all rounds; a .md file beside it has the table. To
+measure a CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
 ATEN_CPU_CAPABILITY=avx2 before the command.
 """
 
@@ -71,6 +72,8 @@ class BenchConfig(Flags):
     """dtypes in which trainer and engine compute, ours and TRL's"""
     trl_python: str = ""
     """the Python of an environment with TRL; without it, TRL is not measured"""
+    earlier: str = ""
+    """a checkout of another commit to compare with"""
     rounds: PositiveInt = 3
     """runs of each kind, which alternate"""
     counted: PositiveInt = 5
@@ -119,7 +122,9 @@ def cell(numbers: list[float] | str) -> str:
 # Running
 
 
-def run_steps(command: list[str]) -> tuple[list[tuple[float, str]], float]:
+def run_steps(
+    command: list[str], checkout: str | Path = ROOT
+) -> tuple[list[tuple[float, str]], float]:
     """Run a command; return the time in seconds and the text of each "step" line.
 
     Also returns the most main memory that the process used, in GB of 2^30 bytes. Raises
@@ -128,7 +133,7 @@ def run_steps(command: list[str]) -> tuple[list[tuple[float, str]], float]:
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            command, cwd=checkout, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         for line in process.stdout:
             if line.startswith("step "):
@@ -156,7 +161,7 @@ def medians(
     return found
 
 
-def run_train(cfg: Config, counted: int) -> dict[str, float]:
+def run_train(cfg: Config, counted: int, checkout: str | Path) -> dict[str, float]:
     """Return medians over the steps of a run of train.py, and its peak memory.
 
     Raises Failed if the run fails.
@@ -167,7 +172,7 @@ def run_train(cfg: Config, counted: int) -> dict[str, float]:
         steps = WARM_UP + counted + 1
         flags |= {"steps": steps, "out_dir": out, "eval_every": 0, "eval_problems": 8}
         command = [sys.executable, "train.py", *words_of(flags)]
-        lines, memory = run_steps(command)
+        lines, memory = run_steps(command, checkout)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     # The first line and row are those of step 0.
     return medians(lines[1:], rows[1:]) | {"peak memory, GB": memory}
@@ -218,7 +223,9 @@ def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
         "TRL with transformers": (bench.trl_python, "trl_step.py", "transformers"),
         "TRL with vllm": (bench.trl_python, "trl_step.py", "vllm"),
     }
-    arms = {"ours": partial(attempt, "ours", run_train)}
+    arms = {"ours": partial(attempt, "ours", run_train, ROOT)}
+    if bench.earlier:
+        arms["earlier"] = partial(attempt, "earlier", run_train, bench.earlier)
     for name, (python, *job) in others.items():
         if python:
             arms[name] = partial(attempt, name, run_other, python, *job)
@@ -232,7 +239,9 @@ def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
             found[f"step / {name}"] = failed[name]
             continue
         numbers = {title: [run[title] for run in theirs] for title in theirs[0]}
-        found[f"step / {name}"] = ratios(found["step, s"], numbers["step, s"])
+        for title in ("step, s", "update, s"):
+            if title in numbers:
+                found[f"{title[:-3]} / {name}"] = ratios(found[title], numbers[title])
         found |= {f"{name}: {title}": values for title, values in numbers.items()}
     return found
 
