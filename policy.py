@@ -119,8 +119,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     """
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
-    # The computed tokens are numbered row by row, so the largest number so far in a
-    # column is that of the token of this column that was computed last.
+    # Computed tokens are numbered row by row, so in each column the largest number so
+    # far is that of the last computed token.
     number = is_computed.flatten().cumsum(dim=0).view_as(tokens) * is_computed
     index = (number.cummax(dim=0).values - 1).clamp(min=0)
     return index, is_computed.nonzero(as_tuple=True)
@@ -129,8 +129,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
 def at(index: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Return states[index].
 
-    Its gradient adds up in float32 and in the same order in every run, which that of
-    states[index] itself does not.
+    The gradient is summed in float32 and in the same order in every run, unlike the
+    gradient of plain indexing.
     """
     picked = embedding(index, states.flatten(1).float()).to(states.dtype)
     return picked.unflatten(-1, states.shape[1:])
@@ -275,7 +275,7 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     dist.all_reduce(distance, dist.ReduceOp.MAX)
     precisions = {policy.dtype, engine.dtype, engine.quantization}
     if engine.dtype == torch.float32 and device.type == "cuda":
-        precisions.add(torch.bfloat16)  # vLLM's kernels may use TF32, which is as far.
+        precisions.add(torch.bfloat16)  # vLLM may use TF32, which needs this limit too.
     limit = max(SYNC_LIMITS[precision] for precision in precisions)
     if distance > limit:
         raise Stopped(

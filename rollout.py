@@ -27,7 +27,7 @@ from support.models import load_tokenizer, model_folder, turn_end_tokens
 class Rollouts:
     """N responses, padded on the right. In [N, T], column t is a response's token t."""
 
-    tokens: torch.Tensor  # [N, L] prompt, response with its end of sequence, -1
+    tokens: torch.Tensor  # [N, L] prompt, response, end of sequence, padding of -1
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
     mask: torch.Tensor  # [N, T] bool: True on response tokens
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
@@ -245,7 +245,7 @@ class Engine:
                 SamplingParams(
                     n=n,
                     seed=seed % 2**31,
-                    # They take 2 KB per token, so a rank asks only for its prompts'.
+                    # Lists take 2 KB per token, so a rank asks only for its own.
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,

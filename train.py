@@ -11,7 +11,8 @@ resumes.jsonl, curves.png, checkpoints/, model/}. The words for its quantities:
     rollout batch   the prompts_per_step groups that are sampled together
     step            learning from one rollout batch; steps are numbered from 1
     pass            going once through the rollout batch; a step makes `passes` of them
-    minibatch       the batch B of one update, over all ranks; a pass has `minibatches`
+    minibatch       the batch B of one update, over all ranks; a pass is divided into
+                    `minibatches` of them
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size sets the
                     memory and not the result
@@ -84,8 +85,8 @@ def main() -> None:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
 
-        # 3 Update: rank r of w has the groups r, r + w, ... of the rollout batch. The
-        # first minibatch, taken over all ranks, thus has the same groups for any w.
+        # 3 Update: rank r of w has the groups r, r + w, ... of the rollout batch. So
+        # each minibatch, taken over all ranks, has the same groups for any w.
         engine.sleep()  # The trainer borrows the engine's memory.
         rows_of_rank = torch.arange(len(rollouts.text))
         minibatches = rows_of_rank.chunk(cfg.minibatches)
@@ -442,8 +443,8 @@ def apply_gradient(
         raise FloatingPointError(
             f"step {step}: e_B is {e_b:.2g} and the norm of the gradient is "
             f"{grad_norm:.2g}, but both have to be finite (ess_min of the steps before "
-            "shows where it began): lower learning_rate or raise warmup_updates, with "
-            "--resume or, if the run has no checkpoint, with another --out_dir"
+            "shows where it began): lower learning_rate or raise warmup_updates, and "
+            "continue with --resume or, without a checkpoint, start in a new out_dir"
         )
     optimizer.step()
     optimizer.zero_grad()

@@ -75,8 +75,8 @@ MISMATCHES: dict[str, Flags] = {
     "lag 16": {"lag": 16},
     "4 updates": {"passes": 2, "minibatches": 2},
     "16 updates": {"passes": 4, "minibatches": 4},
-    # It has as many batches B as "4 updates", each as small as in "16 updates" and used
-    # once. When they are used, the last three of a step are one to three updates old.
+    # A step has as many batches B as with "4 updates", each as small as with "16
+    # updates" and used once. The last three are one to three updates old by then.
     "4 minibatches": {"minibatches": 4},
     "T = 1.2, lag 4": {"temperature": 1.2, "lag": 4},
 }

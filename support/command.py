@@ -116,9 +116,9 @@ def script_name() -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main. If it fails, print the reason: one sentence if expected.
 
-    The process then ends at once, without the interpreter's usual clean-up. During the
-    clean-up an engine would wait for the other ranks, which after an error wait for
-    this one until torchrun ends them. CUDA's memory pools may also abort during it.
+    The process then ends at once, without the interpreter's usual clean-up. During it
+    an engine would wait for the other ranks, but after an error those wait for this
+    one, until torchrun ends them all. CUDA's memory pools may also abort during it.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     status = 1

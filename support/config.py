@@ -38,7 +38,8 @@ NEUTRAL_FIELDS = {
     "kv_cache_gb",
     "max_num_seqs",
 }
-# Fields that a run may change when it resumes from a checkpoint, if it diverges.
+# Fields that may also change at a resume from a checkpoint, so that a run that has
+# diverged can continue.
 ADJUSTABLE_FIELDS = {"learning_rate", "warmup_updates"}
 
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder

@@ -41,8 +41,8 @@ COMPUTED = "rotary_emb.inv_freq"
 # The fields of a config.json for which vLLM and transformers compute different
 # functions, as tests/config_fields.py shows. check_trainable writes each field as a
 # line such as "qwen3 attention_bias False -> True": the type of the model, the name,
-# the type's default, and the value. It refuses the model if a line matches. In place of
-# the default stands "lacks" if the type does not have the field. (?!...) excludes
+# the type's default, and the value. If the type does not have the field, "lacks" takes
+# the place of the default. The model is refused if a line matches. (?!...) excludes
 # values for which both compute the same.
 DIFFERENT = re.compile(
     r"""(?x)

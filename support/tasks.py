@@ -553,7 +553,7 @@ def encode_prompt(
 
 
 def text_after_answer(tokenizer: Any, turns: int) -> str:
-    """Return the text between an answer and the user's next one, or the end.
+    """Return the text from the end of an answer to the user's next turn, or to the end.
 
     The conversation has two or three turns. The result is "" if there is no chat
     template, or if it does not show an assistant's turn.

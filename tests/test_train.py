@@ -302,7 +302,7 @@ NOT_FINITE = {
 
 
 def test_a_number_that_is_not_finite_stops_the_run_with_the_step(stale, trainee):
-    advice = ".*: lower learning_rate or raise warmup_updates, with --resume or, if the"
+    advice = ".*: lower learning_rate or raise warmup_updates, and continue with"
     for name, sentence in NOT_FINITE.items():
         with pytest.raises(FloatingPointError, match=sentence + advice):
             gradient_of(trainee, with_nan(stale.rollouts, name), reinforce)

@@ -149,8 +149,8 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
     limit = max(SYNC_LIMITS[torch.bfloat16], SYNC_LIMITS[cfg.rollout_quantization])
     removed = rollouts.top_logp_behavior[rollouts.mask].isneginf().float().mean()
     checks = {
-        # If it is below 0.001, the engine does not use fp8. The embedded policy has
-        # 0.0022 with fp8, and 0.0004 with bfloat16.
+        # Below 0.001 the engine does not use fp8. The embedded policy has 0.0022 with
+        # fp8, and 0.0004 with bfloat16.
         "mean |log rho| at the start": (1e-3 * quantized, before, limit),
         "mean |log rho| after the sync": (0, after, limit),
         "KL with top-p and top-k": (0, stats["mismatch_kl"], limit**2),

@@ -116,8 +116,8 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
     vocabulary = shape.head // shape.hidden
     update = {
         "gradient: 4 P / R": 4 * shape.total // ranks,
-        # FSDP keeps these gathered for the whole update. At its end their gradient is
-        # not sharded either.
+        # FSDP keeps these whole during the update. At the end of the update their
+        # gradient is whole, too.
         "embedding, head, gradient: 4 bytes": 2 * ELEMENT * shape.root,
         "activations of a micro-batch": tokens * kept,
         # These are in float32: the head, its gradient, a chunk's gradient of the head,
