@@ -360,6 +360,12 @@ def test_the_seconds_of_a_phase_add_up_within_a_step(log, monkeypatch):
     assert seconds == [2 + 5, 0]
 
 
+def test_a_group_has_a_signal_if_its_rewards_differ_even_if_none_is_1(log):
+    rewards = torch.tensor([0.5, 0.25, 0.5, 0.5])  # of two groups
+    metrics = log.metrics_of(1, SimpleNamespace(**vars(ROLLOUTS) | {"reward": rewards}))
+    assert (metrics["reward"], metrics["groups_with_signal"]) == (0.4375, 0.5)
+
+
 def test_a_first_step_without_any_signal_is_explained_at_once(log, capsys):
     metrics = log.metrics_of(1, ROLLOUTS)
     assert (metrics["truncated"], metrics["unmarked"]) == (0.75, 0.5)

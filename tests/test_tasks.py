@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TORCHRUN
+from conftest import ROOT, TORCHRUN, refusal_of
 from hub import COMMIT, Hub
 from launch import run_script, start_node
 
@@ -518,6 +518,7 @@ def test_a_gold_that_may_be_a_difference_or_a_range_is_pointed_out(load, capsys)
     note = "t.jsonl: an answer such as '10-15' is compared as text: write spaces"
     assert note in capsys.readouterr().err
     load(*own("10 - 15", "2"))
+    load(*own("10-16"), verifier="exact")  # which compares any answer as text
     assert "compared as text" not in capsys.readouterr().err
 
 
@@ -625,6 +626,15 @@ def test_a_verifier_that_cannot_score_is_refused_before_anything_is_built(
         check_verifier(load(*own("7"), verifier="mine:f"))
 
 
+def test_neither_script_starts_with_a_verifier_that_cannot_score():
+    import eval
+    import train
+
+    for script in train, eval:
+        sentence = refusal_of(script, "--verifier=math:pi")
+        assert sentence.startswith("--verifier math:pi: 3.14")
+
+
 @pytest.mark.parametrize("script", ["train", "eval"])
 def test_the_flag_verifier_replaces_that_of_the_task(script):
     import eval
@@ -714,8 +724,9 @@ def test_solved_examples_in_an_instruction_may_end_with_the_end_of_sequence():
 def test_a_tokenizer_that_knows_characters_and_few_words_is_refused():
     tokenizer = tokenizer_with()
     tokenizer.backend_tokenizer.pre_tokenizer = None
+    check_texts(tokenizer, None, own("2"))
     with pytest.raises(Refused, match="cannot represent '2' of the task, as in '20'"):
-        check_texts(tokenizer, None, [{"prompt": "20", "answer": "2"}])
+        check_texts(tokenizer, None, own("2", "20"))
 
 
 def test_a_chat_template_that_fails_is_refused(load):
