@@ -212,17 +212,16 @@ def draw_curves(rows: Any, path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows["1 - ess"] = 1 - rows["ess"]  # the weight of the KL
-    panels = {
-        "held-out accuracy": ("heldout_pass@1", "heldout_greedy"),
-        "rollouts": ("reward",),
-        "distance from on-policy": ("1 - ess", "mismatch_kl"),
-        "entropy, nats per token": ("entropy",),
-    }
     figure = Figure(figsize=(15, 3.2), layout="constrained")
     axes = figure.subplots(1, 4)
-    for axis, (title, names) in zip(axes, panels.items(), strict=True):
-        points = rows[["step", *names]].dropna()
-        points.plot("step", ax=axis, title=title, style=".-")
+    panels = (
+        ["heldout_pass@1", "heldout_greedy"],
+        ["reward"],
+        ["1 - ess", "mismatch_kl"],
+        ["entropy"],
+    )
+    for axis, names in zip(axes, panels, strict=True):
+        rows[["step", *names]].dropna().plot("step", ax=axis, style=".-")
     axes[0].set(ylim=(0, 1.02))
     axes[2].set(yscale="log")
     figure.savefig(path, dpi=120)
