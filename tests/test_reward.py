@@ -265,6 +265,7 @@ x^{2/3} == \sqrt[3]{x^2}
 \text{ellipse} == \text{an ellipse}
 \text{March }14 == 14\text{ March}
 \text{May }1,2024 == 1 May 2024
+\text{September }9 == 9 September
 2024-05-01 == \text{2024-05-01}
 7 == 10 - 3
 2 == 1\thinspace + 1
@@ -453,6 +454,7 @@ GSM8K = r"""
 84 == \boxed{84.0} == \boxed{\$84} == \boxed{84\%} == \boxed{84\text{ lemons}}
 84 == #### 84 lemons. == \boxed{x_A=84} == #### ８４ == #### Total cost: $84
 3600 == #### 3,600
+10000000000 == #### 1e10
 3,600 == \boxed{3{,}600}
 1800 == #### $1,800.00
 -3 == #### -3
@@ -585,6 +587,7 @@ THOUGHTS = """
 <seed:think> ... </seed:think>
 <ifm|think_fast> ... </ifm|think_fast>
 <think_start> ... <think_end>
+<thought_start> ... <thought_stop>
 <start_working_out> ... <end_working_out>
 <|thinking_start|> ... <|thinking_done|>
 <inner_voice> ... </inner_voice>
