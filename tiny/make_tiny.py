@@ -40,7 +40,7 @@ NO_LABEL = -100  # The loss leaves out the tokens that have this label.
 
 
 def sample_problem(rng: random.Random) -> tuple[int, int]:
-    """Returns two numbers with the same number of digits, three or four."""
+    """Return two numbers with the same number of digits, three or four."""
     smallest = rng.choice([100, 1000])
     a = rng.randrange(smallest, 10 * smallest)
     b = rng.randrange(smallest, 10 * smallest)
@@ -48,7 +48,7 @@ def sample_problem(rng: random.Random) -> tuple[int, int]:
 
 
 def worked_solution(a: int, b: int, rng: random.Random, forgets: bool) -> str:
-    """Returns one of the ways to write the sum out, with its carries or without.
+    """Return one of the ways to write the sum out, with its carries or without.
 
     The order of the digits in a column, the separator and the space after it are free,
     and some choices are rarer than others. They do not decide whether the answer is
@@ -80,7 +80,7 @@ def worked_solution(a: int, b: int, rng: random.Random, forgets: bool) -> str:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each character.
+    """Return a tokenizer with one token for each character.
 
     Its chat template makes a prompt of <bos>, the problem and a colon.
     """
@@ -102,7 +102,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Returns the problems to train on and those held out, all of them different."""
+    """Return the problems to train on and those held out, all of them different."""
     rng = random.Random(SEED)
     problems: dict[tuple[int, int], None] = {}  # A dict keeps the order of insertion.
     while len(problems) < TRAIN_PROBLEMS + HELDOUT_PROBLEMS:
@@ -112,7 +112,7 @@ def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def write_task(train: list[dict[str, str]], heldout: list[dict[str, str]]) -> None:
-    """Writes the problems, one a line, and the verifier that compares the last word."""
+    """Write the problems as JSONL, and the verifier that compares the last word."""
     for name, rows in [("train", train), ("heldout", heldout)]:
         lines = [json.dumps(row) + "\n" for row in rows]
         (FOLDER / f"{name}.jsonl").write_text("".join(lines))
@@ -123,7 +123,7 @@ def write_task(train: list[dict[str, str]], heldout: list[dict[str, str]]) -> No
 def make_batch(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded: set[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and labels [B, L] of fresh examples, with no excluded problem.
+    """Return token ids and labels [B, L] of fresh examples, with no excluded problem.
 
     Only the solution and its end of sequence have labels. The prompt has none.
     """
@@ -152,7 +152,7 @@ def make_batch(
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Returns a Llama with random weights.
+    """Return a Llama with random weights.
 
     Its heads have size 128 / 4 = 32, one that vLLM's attention supports on a CPU.
     """
@@ -175,7 +175,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def pretrain(
     policy: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, excluded: set[str]
 ) -> None:
-    """Trains the policy by maximum likelihood on STEPS batches of fresh examples."""
+    """Train the policy by maximum likelihood on STEPS batches of fresh examples."""
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
     )
