@@ -127,11 +127,21 @@ def check_free(out_dir: str) -> None:
 def config_of(cfg: Flags) -> dict[str, Any]:
     """Return the content of config.json.
 
-    It has the fields of a configuration, the number of ranks, and the commits that were
-    read from the hub.
+    It has the fields of a configuration, the number of ranks, the commits that were
+    read from the hub, and the environment variables of vLLM, torch and OpenMP, which
+    may change a run.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    return {**cfg.model_dump(), "ranks": ranks, "commits": COMMITS}
+    libraries = "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
+    return {
+        **cfg.model_dump(),
+        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+        "commits": COMMITS,
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if re.match(libraries, name)
+        },
+    }
 
 
 def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:

@@ -97,7 +97,6 @@ def read_recipe(path: str) -> dict[str, Any]:
             f"--config {path} is not a YAML file of fields: {one_line(error)}"
         ) from None
     # In the config.json of a run, which has "ranks", these describe the run itself.
-    # Only the runs of study/results have "environment".
     own = ("environment", "commits", "ranks", "out_dir") if "ranks" in fields else ()
     return {str(name): value for name, value in fields.items() if name not in own}
 

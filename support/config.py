@@ -29,6 +29,7 @@ NEUTRAL_FIELDS = {
     "save_every",
     "resume",
     "verbose",
+    "environment",
     "commits",
     # These set how much memory a run takes. Their only effect on results is rounding.
     "micro_batch_tokens",

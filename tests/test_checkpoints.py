@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 import support.checkpoints
 from policy import build_policy, full_weights
 from support.checkpoints import (
+    config_of,
     load_checkpoint,
     make_out_dir,
     save_checkpoint,
@@ -308,6 +309,15 @@ def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypat
         Refused, match="/r0 is not on .*: give a folder on a file system"
     ):
         make_out_dir(Config(), {})
+
+
+def test_config_json_has_the_variables_that_change_a_run_and_no_key(monkeypatch):
+    kept = "VLLM_X OMP_X KMP_X MKL_X TORCH_X PYTORCH_X CUDA_X NCCL_X".split()
+    left_out = "VLLM_API_KEY", "HF_TOKEN"
+    for name in *kept, *left_out:
+        monkeypatch.setenv(name, "1")
+    names = config_of(Config())["environment"]
+    assert [name for name in (*kept, *left_out) if name in names] == kept
 
 
 # The log

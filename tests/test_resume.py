@@ -250,10 +250,13 @@ def test_another_number_of_ranks_is_refused(stored, monkeypatch):
     assert resume_refusal(out).startswith(f"--resume: ranks was 1 in {out} and is 2")
 
 
-def test_a_resumed_run_reads_the_recorded_commits(stored, monkeypatch):
+def test_a_resumed_run_reads_the_recorded_commits_and_may_have_another_environment(
+    stored, monkeypatch
+):
     monkeypatch.setitem(COMMITS, "owner/name", "c0ffee")
     out = stored(4)
     COMMITS.clear()
+    monkeypatch.setenv("OMP_X", "1")
     assert resume_refusal(out) == ""
     assert COMMITS == {"owner/name": "c0ffee"}
 
