@@ -97,9 +97,12 @@ class Policy(torch.nn.Module):
             )
         ]
         logp = torch.cat(chunks)  # [M, 1 + K]
-        padded = logp.new_zeros(*rollouts.mask.shape, logp.shape[1])
-        padded = padded.index_put((row, t), logp)  # [N, T, 1 + K]
-        return padded[..., 0], padded[..., 1:]
+        sampled_logp = logp.new_zeros(rollouts.mask.shape)
+        top_logp = logp.new_zeros(rollouts.top_tokens.shape)
+        return (
+            sampled_logp.index_put((row, t), logp[:, 0]),  # [N, T]
+            top_logp.index_put((row, t), logp[:, 1:]),  # [N, T, K]
+        )
 
 
 def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:

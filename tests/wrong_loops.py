@@ -371,8 +371,8 @@ test_sync.test_a_run_stops_if_an_engine_silently_keeps_its_weights
 
 the limit of fp8 applies to all dtypes
 policy.check_sync
-- precision = "float32 on a CPU"
-+ precision = "fp8"
+- for precision in precisions
++ for precision in SYNC_LIMITS
 test_sync.test_in_float32_an_engine_that_is_one_update_behind_is_refused
 
 the evaluation precedes the checkpoint
