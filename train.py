@@ -66,6 +66,7 @@ from support.models import check_model
 from support.tasks import Dataset, check_same_on_ranks, load_split
 
 SYNC_CHECK_EVERY = 5  # steps
+MAX_ACTIVATION_BYTES = 4 * 2**30  # on a CPU
 
 
 def main() -> None:
@@ -134,7 +135,8 @@ def update(
     all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
-    *others, last = micro_batches(rollouts, rows, cfg.micro_batch_tokens, device)
+    max_tokens = max_micro_batch_tokens(cfg, policy)
+    *others, last = micro_batches(rollouts, rows, max_tokens, device)
 
     # First e_B, which needs rho of all tokens of B. Only the last micro-batch keeps its
     # graph here; the others are run again below, with a gradient. A batch that is a
@@ -412,6 +414,22 @@ def micro_batches(
     by_length = rows[length[rows].log2().floor().argsort(stable=True)]
     chunks = by_length.split(size)
     return [rollouts.select(chunk.sort().values, device) for chunk in chunks]
+
+
+def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
+    """Return cfg.micro_batch_tokens, lowered on a CPU if activations are too large.
+
+    For each token, the layers keep about two numbers per weight and element of a hidden
+    state. On a CPU smaller micro-batches are as fast, except that all but the last one
+    need a second forward pass.
+    """
+    if torch.cuda.is_available():
+        return cfg.micro_batch_tokens
+    layers = policy.model.base_model.layers
+    weights = sum(weight.numel() for weight in layers.parameters())
+    numbers = 2 * weights // policy.model.config.hidden_size
+    limit = MAX_ACTIVATION_BYTES // (numbers * policy.dtype.itemsize)
+    return min(cfg.micro_batch_tokens, limit)
 
 
 def kl_at_positions(

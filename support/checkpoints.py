@@ -210,9 +210,9 @@ def take_folder(out: Path, cfg: Flags) -> None:
 def publish(folder: Path) -> Iterator[Path]:
     """Yield a folder to write to, which gets its name at the end of the with-block.
 
-    A run may be killed at any moment, so a folder has its name only when it is
-    complete. It replaces an earlier folder of this name. Raises Stopped if it cannot be
-    written, as on a full disk. A collective.
+    A run may be killed at any moment, so a new folder has its name only when it is
+    complete. An earlier folder of this name is deleted just before. Raises Stopped if
+    the folder cannot be written, as on a full disk. A collective.
     """
     unfinished = folder.with_name("unfinished")
     is_first = dist.get_rank() == 0
@@ -261,7 +261,7 @@ def save_checkpoint(
     if rank == 0:
         for _, old in sorted(checkpoints(out).items())[:-CHECKPOINTS_OF_A_RUN]:
             # Renamed first, so that a half-deleted folder is not a checkpoint.
-            shutil.rmtree(old.rename(folder))
+            shutil.rmtree(old.rename(folder), ignore_errors=True)
 
 
 def load_checkpoint(

@@ -144,9 +144,9 @@ class Config(SharedConfig):
     it, else float16 on a GPU and float32 on a CPU; float16 is closer to float32, but
     weights and activations above 65504 overflow; bfloat16 is slow on a CPU without
     instructions for it"""
-    micro_batch_tokens: PositiveInt = 4096
-    """tokens in a forward pass, including padding: sets the memory and, on a GPU, the
-    speed, but not the result"""
+    micro_batch_tokens: PositiveInt = 16384
+    """tokens in a forward pass, including padding: sets the memory, not the result; on
+    a CPU it is lowered if their activations would take over 4 GB"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 

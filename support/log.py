@@ -181,7 +181,7 @@ class Log:
         for name in ("pass@1", "greedy"):
             accuracy = rows[f"heldout_{name}"].dropna().tolist()
             print(f"{'held-out ' + name:24}{accuracy[0]:8.3f}{accuracy[-1]:8.3f}")
-        draw_curves(rows, self.out / "curves.png")
+        draw_curves(rows).savefig(self.out / "curves.png", dpi=120)
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 
 
@@ -204,8 +204,8 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def draw_curves(rows: Any, path: Path) -> None:
-    """Draw accuracy, reward, 1 - e_B beside the KL, and entropy, by step.
+def draw_curves(rows: Any) -> Any:
+    """Return a figure of accuracy, reward, 1 - e_B beside the KL, and entropy, by step.
 
     `rows` is a pandas.DataFrame with the rows of metrics.jsonl.
     """
@@ -224,4 +224,4 @@ def draw_curves(rows: Any, path: Path) -> None:
         rows[["step", *names]].dropna().plot("step", ax=axis, style=".-")
     axes[0].set(ylim=(0, 1.02))
     axes[2].set(yscale="log")
-    figure.savefig(path, dpi=120)
+    return figure

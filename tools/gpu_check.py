@@ -71,7 +71,9 @@ def random_model() -> str:
     folder = os.path.join(tempfile.gettempdir(), f"p3o-random-{rank}")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(ARCHITECTURE)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # On a CPU this would take half a minute.
+    with torch.device(f"cuda:{os.getenv('LOCAL_RANK', '0')}" if CUDA else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained("tiny").save_pretrained(folder)
     return folder
@@ -153,7 +155,8 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
         # fp8, and 0.0004 with bfloat16.
         "mean |log rho| at the start": (1e-3 * quantized, before, limit),
         "mean |log rho| after the sync": (0, after, limit),
-        "KL with top-p and top-k": (0, stats["mismatch_kl"], limit**2),
+        # Rounding may make it slightly negative.
+        "KL with top-p and top-k": (-1e-6, stats["mismatch_kl"], limit**2),
         "share of listed tokens that top-p removes": (0.01, removed.item(), 1),
     }
     if CUDA:
