@@ -2,8 +2,7 @@
 
     python study/plan.py --part quick                    # what `make reproduce` makes
     python study/plan.py --part grid --workers 2
-    python tools/smollm2.py models/SmolLM2-135M-Instruct
-    python study/plan.py --part smollm2-grid
+    python study/plan.py --part smollm2-grid             # SmolLM2
 
 A run is train.py with one objective on one kind of data, at one learning rate and with
 one seed. A finished run is a line of FOLDER/embedded.jsonl or FOLDER/smollm2.jsonl
@@ -26,8 +25,9 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
 
     smollm2-grid   six objectives on six kinds of data with three seeds: 108 runs. The
                    task is recipes/formulas, whose prompts begin with two solved
-                   problems. For --model, copy the model's folder and change its
-                   chat_template.jinja to {{ messages[0]["content"] }}
+                   problems. For --model, make the model's folder as in
+                   recipes/README.md#a-pretrained-model-on-a-laptop, copy it, and change
+                   its chat_template.jinja to {{ messages[0]["content"] }}
     smollm2-rules  the two best of the six rules, TRL's default, P3O, the constant 0.9
                    and GRPO on old data, with three seeds: 36 runs on the same task
 
