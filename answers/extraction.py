@@ -18,7 +18,7 @@ CHARACTER = r"[\w:|｜▁/-]"
 NAME = (
     rf"{CHARACTER}{{0,30}}(?:think|thought|reason|analy[sz]|scratch|reflect|rationale|"
     r"monolog|deliberat|brainstorm|internal|draft|contemplat|working_?out|思考|推理|"
-    rf"(?<![a-z])(?:cot|plan(?:ning)?|working|inner)(?![a-z])){CHARACTER}{{0,30}}"
+    rf"inner_voice|(?<![a-z])(?:cot|plan(?:ning)?)(?![a-z])){CHARACTER}{{0,30}}"
     r"(?:\s[^<>]{0,99})?[>▷]"
 )
 THOUGHT_TAG = re.compile(
@@ -33,7 +33,8 @@ THOUGHT_TAG = re.compile(
         | <\|content(?:_text)?\|>                               # Solar Open, Inkling
         | <\|inner_suffix\|>                                    # Apertus
         | <unused95>                                            # MedGemma
-        | <\|im_start\|>answer | <\|(?:answer|response|final)\|> # s1
+        # These two may also be the last word of a response.
+        | (?:<\|im_start\|>answer | <\|(?:answer|response|final)\|>)(?=\s*\S) # s1
         | <\|(?:close\|>think|open\|>response)<\|sep\|>         # Kimi K3
         | to=user<\|message\|>                                  # Muse
         | Here(?:\sis|'s)\smy\sresponse:                        # Granite 3.2
@@ -49,7 +50,6 @@ THOUGHT_TAG = re.compile(
         | <\|open\|>think<\|sep\|>
         | to=self<\|message\|>
         | Here(?:\sis|'s)\smy\sthought\sprocess:
-        | Here\sare\smy\sreasoning\ssteps:
     )"""
 )
 # What ends the model's turn: <|im_end|>, <|eot_id|>, <|end_of_turn|>, <turn|>, </s>, or

@@ -82,7 +82,8 @@ PART_OF_PROBLEM = re.compile(
     | (?-i:\W?[A1]\W?\n\W?[B2]\W?) | \W?a\W?\n\W?b\W?\n\W?c\W? | a1\na2
     | (?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)
     # pictures and other media, perhaps by their id: decoded_image, img_path, visual
-    | .*(?:image|img|picture|screenshot|pixel|audio|video|图).* | (?:.*_)?visuals?
+    | .*(?:image|img|picture|screenshot|pixel|audio|video).* | (?:.*_)?visuals?
+    | (?:.*_|题目?|问题|配|插|附|示意)?图[片像]?(?:[_\d].*)?
     # drawings and texts that the problem is about: Figure 1, but not geography
     | (?!.*_id$)(?:.*[^a-z\n])?
         (?:fig(?:ure)?|photo|pic|diagram|drawing|graph|chart|illustration|plot|jpe?g|
@@ -91,20 +92,29 @@ PART_OF_PROBLEM = re.compile(
     )$"""
 )
 # Matches what is not text in a problem: <image_1>, ![](figure.png), and the turns of a
-# chat with any model, such as <|im_start|>, [INST], or "### Response:" at the end.
+# chat with any model, such as <|im_start|>, [INST], or "### Response:" at the end. A
+# factorial such as n![x^n](e^{x/2}) does not match, nor do {"from": 1, "to": 2}. Each
+# repetition ends before what could begin another match, so that long texts are fast.
 MARKUP = re.compile(
     r"""(?ix)
     <(?:ima?ge?|video|audio)(?:[^a-z<>][^<>]*|_?(?:here|placeholder|token))?>
-    | !\[[^][]*\]\([^()\s]*[/.][^()]*\) | \\includegraphics | \[ima?ge?\b[^][]*\]
+    | (?:(?<![a-z\d)}\]!])!\[[^][]*\]\((?=[^()\s]*[/.])
+        |!\[[^][]*\]\((?=https?:|[^()\s]*\.(?:jpe?g|png|gif|svg|webp)\b))[^()]*\)
+    | \\includegraphics | \[ima?ge?\b[^][]*\]
     | <\|[\w-]{3,}\|> | <｜ | <\w+_of_turn> | \[/?INST\] | <\|turn> | <<SYS>>
     | <(?:reserved|unused|special|extra_id)_?\d+> | \[\|(?:user|human)\|\]
-    | </?(?:role|user|assistant)> | ['"](?:role|from)['"]\s*:
-    | (?:(?:\b(?:assistant|ai|bot|gpt)>?|\#[ ]*(?:response|output)|\n\W*response)\s*:
-        |\n\W*\#\W*(?:response|output|answer|solution|assistant)\b)\W*(?:<think>\W*)?$
+    | </?(?:role|user|assistant)>
+    | ['"](?:role|from)['"]\s*:(?=\s*['"](?:human|gpt|system|user|assistant|model)\b)
+    | (?:(?:\b(?:assistant|ai|bot|gpt)>?|\#[ ]*(?:response|output)
+            |\n[^\w\n]*response)\s*:
+        |\n(?=[^\w\n]*\#)[^\w\n]*(?:response|output|answer|solution|assistant)\b)
+        \W*(?:<think>\W*)?$
     | </?think>\W*$"""
 )
-# Patterns of gold answers that a built-in verifier cannot use, and what is wrong.
+# Patterns of gold answers that a built-in verifier cannot use, and what is wrong. The
+# length comes first, so that the others search only short texts.
 GOLD_FAULTS = {
+    rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
     r"""(?ix)^(?:
     # nan, pd.NA, \text{N/A}, [deleted], <unk>, #REF!, \square, "Answer: none"
     \W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.|.*\b(?:answer|solution)\b.*\b)?
@@ -115,32 +125,42 @@ GOLD_FAULTS = {
     # "No answer was found.", "See the proof.", 证明略, "Answers may vary.", -
     |answers?[ ](?:may|will|can)[ ]vary|(?:there[ ](?:is|was)[ ])?(?:no|not|none)
         (?![a-z]).*(?:answer|found|given|provided|available|applicable)
-    |see\b(?!-).*|.*\bpro(?:of|ved?|ven)\b.*|.*(?:证明|証明|略|见解析|暂无|无答案).*)\W*
+    |see\b(?!-).*|.*\bpro(?:of|ved?|ven)\b.*
+    # 略 says "omitted" at the end of a word, except in 策略 (a strategy) and its like.
+    |.*(?:证明|証明|(?<![策战谋忽侵攻])略(?!\w)|见解析|暂无|无答案).*)\W*
     |[-—–…?._\s]+)$""": "says that there is no answer",
     r"""(?isx)
     # ["34"], {answer: 34}, b'34', (34,), [34], [$34$], [true]; but not [\frac{n}{2}]
     (?<!\^)[\[({]\s*[bru]?['"] | ^[bru]?(['"]).*\1$ | ^\{\s*(?:\w{3,}|\d+)\s*:
     | ^\[+(?:[^][,;a-z]|\\[a-z]+|true|false|null|none)*\]+$ | ^[(\[].*,\s*[)\]]$
-    # [34, None], [A], 34 ||| 35, deque([34]), Fraction(1, 2), Interval(0, 1)
-    | ^[(\[].*\b(?:nan|none|null)\b.*[)\]]$ | ^\[[a-j]\]$ | \|{3} | \w\#{3}\w | \t
-    | ^(?:\w+\.)*(?:array|bytes|date\w*|decimal|dict|eq|float\d*|fraction|integer|
-        interval|list|range|rational|\w*set|str|tensor|tuple|u?int\d+|union|
-        \w{3,}(?=\([\[{]))\(
-    # Answer(34), Namespace(x=34), <Answer: 34>; but not Log(34) or <12, 5>
-    | ^(?:answer|output|response|result|solution|value)\(.*\)$ | ^\w{3,}\(\w+=.*\)$
+    # [34, None], [A], 34 ||| 35; but not |||x|-2|-1|
+    | ^[(\[].*\b(?:nan|none|null)\b.*[)\]]$ | ^\[[a-j]\]$ | ^[^|]+(?:\|{3}[^|]+)+$
+    | \w\#{3}\w | \t
+    # np.float64(34.0), deque([34]), Fraction(1, 2), Union(Interval(0, 1), ...); but not
+    # range(f) or Set(1, 2)
+    | ^(?:\w+\.|Union\()*(?-i:
+        (?:\w*[Aa]rray|\w*[Mm]atrix|bytes|date\w*|deque|\w*dict\w*|float\d*|list|range|
+        \w*set|str|tensor|u?int\d+|[Tt]uple|Counter|Decimal|Float|Fraction|Integer|Rational|
+        Union)\(\s*b?[-\d.'"\[({]
+        | (?:(?:Finite|Image|Condition)Set|Interval(?:\.\w+)?|Eq(?=.*,))\()
+    # Answer(34), Namespace(x=34), Row(answer=34), <Answer: 34>; but not Log(34),
+    # Prob(X=2) or <12, 5>
+    | ^(?:final_?)?(?:answer
+        |(?:output|response|result|solution|value|\w*namespace)
+            (?=\((?:\w+=|[-\d'"\[{\\$])))\(.*\)$
+    | ^\w{3,}\((?:(?:answer|data|result|solution|text|value)=|\w{3,}=['"]).*\)$
     | ^<[a-z]\w+[ :].*>$ | ^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
-    rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
     r"^(?!.*\\begin).*\n": "has several lines and marks no answer by \\boxed{} or ####",
 }
 # {question}, {{ prompt }}, {}, {row['q']}, %s, <problem>, <user_question>, $input, but
-# not \boxed{}, x^{2} or {answer}
+# not \boxed{}, x^{2}, {answer}, or the headings [Task] and 【题目】
 PLACEHOLDER = re.compile(
     r"(?i)(?<![\w\\{}^])(?<!boxed )\{(?:[{%]|(?!\s*(?:final_?)?answer)"
     r"\s*[\w.]*(?:\[[^][{}]*\]|\([^(){}]*\))*(?:[!:][\w.]+)?\s*\})|"
     r"(?<![\d\\])%(?:[dis](?!\w)|\(\w+\))|"
-    r"(?:[<\[$|@«‹【]+\{?|<%= |\(insert |#(?=\w+#)|\\\{|__|%)"
+    r"(?![<\[](?:your )?task)(?:[<\[$|@«‹]+\{?|<%= |\(insert |#(?=\w+#)|\\\{|__|%)"
     r"(?:(?:insert|your|the|this|user|input|math)[ _])*"
     r"(?:(?:question|problem|prompt|query|input|task)(?![a-z])|问题|题目)"
 )

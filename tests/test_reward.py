@@ -489,6 +489,12 @@ So it is \boxed{5 \\}
 <answer>#### 5<|im_end|></answer>
 \boxed{5<pad>}</s><｜end▁of▁sentence｜>
 2+3=5↵#### 5↵
+\boxed{5} <|response|>
+#### 5 <|final|>
+\boxed{5}<|im_start|>answer
+\boxed{3} <|response|>\boxed{5}
+Here are my reasoning steps:↵1. 2+3 is \boxed{5}
+Here are my reasoning steps:↵1. \boxed{3}↵[BEGIN FINAL RESPONSE]↵\boxed{5}
 #### 3↵No:↵#### 5↵That is all.
 """
 # Turns that the model has invented after its own are not graded.
@@ -518,6 +524,10 @@ So it is \boxed{5
 #### 5 or 6
 <think>\boxed{5}</think> So it is 5.
 \boxed{5}</think> So it is 5.
+\boxed{5}</think>
+<|reasoning|>\boxed{5} <|response|>
+\boxed{5} <|response|> I do not know.
+\boxed{5}↵[BEGIN FINAL RESPONSE]↵I do not know.
 </think><think>It may be \boxed{5}
 """
 
@@ -612,7 +622,6 @@ THOUGHTS = """
 to=self<|message|> ... <|eom|>to=user<|message|>
 Here is my thought process:↵ ... ↵Here is my response:↵
 Here's my thought process:↵ ... ↵Here's my response:↵
-Here are my reasoning steps:↵ ... ↵[BEGIN FINAL RESPONSE]↵
 """
 
 
@@ -629,7 +638,16 @@ def test_nothing_in_a_thought_is_an_answer(tags):
 
 
 @pytest.mark.parametrize(
-    "text", ["a<b, which I think, and c>d", "<https://think.com>", "<plane>", "x<y"]
+    "text",
+    [
+        "a<b, which I think, and c>d",
+        "<https://think.com>",
+        "<plane>",
+        "x<y",
+        "<inner product>",
+        "<inner_product>",
+        "<working>",
+    ],
 )
 def test_what_only_resembles_a_tag_of_a_thought_hides_no_answer(text):
     assert score([rf"{text} \boxed{{5}}"], ["5"]) == [1.0]

@@ -364,12 +364,13 @@ PLACEHOLDERS = r"""
 {question} | {{ prompt }} | {} | {0} | {q!r} | {q:.2f} | {% if %} | {item['q']}
 {row.get("q")} | %s | a %d | %(q)s | ${x} | $input | <problem> | <user_question>
 <the problem> | [your question] | [Insert question here] | \{question\} | <|prompt|>
-«question» | 【问题】 | <%= question %> | #question# | (insert problem here) | [TASK]
+«question» | <%= question %> | #question# | (insert problem here) | [insert task here]
 """
 INSTRUCTIONS = r"""
 Use \boxed{}, \boxed {x} or $\frac{a}{b}$, x^{2} and \text{ cm}. | 100% x | 100%d
 Write <think> and your thoughts on the problem. | [your answer] | $\{1, 2\}$
-#### {answer} | \boxed{{}} | # The problem | (the problem)
+#### {answer} | \boxed{{}} | # The problem | (the problem) | [Task] | <task>Add.</task>
+【题目】 | [Your task]
 """
 
 
@@ -388,6 +389,8 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
         ("", "has no rows"),
         (GOOD + '{"prompt": "1+', "line 2 is not a JSON object"),
         ("7\n", "line 1 is not a JSON object"),
+        # The other patterns are not searched in a long text.
+        ('{"prompt": "1", "answer": "' + "-" * 301 + '"}', "has over 300 characters"),
         (f"[{GOOD}]", "line 1 is not a JSON object, and a task has one per line: "),
         ("\xff\xfe[\0", "line 1 is not a JSON object.* 'utf-8' codec"),  # UTF-16
         ('{"prompt": "\\ud83d"}', "line 1 is not .* surrogates not allowed"),
@@ -420,6 +423,7 @@ def test_numbers_and_dates_are_read_as_they_are_written(number, tmp_path):
 
 # --- what a row must not have
 
+# Rows and the reason for which each is refused, or none for a row that can be used.
 UNUSABLE_ROWS = r"""
 {"prompt": [{"role": "user"}]} -> not a text but .*'user'.*: write .*the turns
 {"answer": ["2"]} -> answer is not a text but \"\['2'\]\"
@@ -449,6 +453,13 @@ UNUSABLE_ROWS = r"""
 {"prompt": "User: 1+1\nAssistant: <think>"} -> has 'Assistant: <think>'
 {"prompt": "[{\"role\": \"user\", \"content\": \"1+1\"}]"} -> has '\"role\":'
 {"prompt": "[{\"from\": \"human\", \"value\": \"1+1\"}]"} -> has '\"from\":'
+{"prompt": "如图![](x/y)"} -> has '!\[\]\(x/y\)'
+{"prompt": "Find x![](y.png)"} -> has '!\[\]\(y.png\)'
+{"prompt": "1+1\n* # *\n## ## Output"} -> has '## ## Output'
+{"prompt": "Simplify n![x^n](e^{x/2})."} ->
+{"prompt": "An edge is {\"from\": 1, \"to\": 2}."} ->
+{"prompt": "An edge is {\"from\": \"A\", \"to\": \"B\"}."} ->
+{"prompt": "1+1\n### Response time"} ->
 {"prompt": "<role>HUMAN</role>1+1"} -> has '<role>'
 {"prompt": "<extra_id_1>User\n1+1"} -> has '<extra_id_1>'
 {"prompt": "1+1\n<think>\n\n</think>\n"} -> has '</think>'
@@ -457,9 +468,10 @@ UNUSABLE_ROWS = r"""
 
 @pytest.mark.parametrize("case", UNUSABLE_ROWS.strip().splitlines())
 def test_a_row_without_one_whole_problem_and_one_gold_is_refused(case, load):
-    row, reason = case.split(" -> ")
+    row, reason = case.split(" ->")
     row = {"prompt": "1+1", "answer": "2"} | json.loads(row)
-    with pytest.raises(Refused, match=f"1 of the 2 rows .* row 2: .*{reason}"):
+    refused = pytest.raises(Refused, match=f"1 of the 2 rows .* row 2:.*{reason}")
+    with refused if reason else nullcontext():
         load(GOOD.strip(), row)
 
 
@@ -480,13 +492,13 @@ answer_choices | possible_answers | mc1_targets | mcq | endings | Incorrect Answ
 opb | choice1 | option_a | ans_1 | A, B | a, b, c | wrong_answers | candidates
 images | img_path | image_id | visual | svg | Context | Figure 1 | chart | screenshot
 a1, a2 | alternative_b | alternativas | opciones | 选项 | potential_answers | mc_answer1
-png_path | fig1 | pics | plot | illustration | 图片
+png_path | fig1 | pics | plot | illustration | 图片 | 图 | 图1 | 题目_图像 | 题目图片
 """
 FACTS = """
 num_images | chart_type | paragraph_id | topic_graph_theory | graph_theory | has_image
 geography | optional | adoption_year | visualized | context_length | tags_graph | a, b
 wrong_rate | requires_image | contains_diagram | number_of_options | wrong_solutions
-n_choices | table | level | source | idea | A, c | body_temperature | mcmc
+n_choices | table | level | source | idea | A, c | body_temperature | mcmc | 意图 | 地图
 """
 
 
@@ -536,7 +548,7 @@ nan | None | null | N/A | N / A | n.a. | NA | pd.NA | <NA> | NaT | - | — | ? |
 \text{N/A} | not found | (see solution) | No final answer was found. | no_answer
 [deleted] | The proof is above. | Answers may vary. | #REF! | Answer: none | <unk>
 The answer is not given | answer not found | \square | ∎ | 证明略 | pending
-Sample answer
+Sample answer | 略。 | 略，见上 | （略）
 """
 CONTAINERS = r"""
 ["34"] | ['$34$'] | {"answer": "34"} | {answer: 34} | {'34'} | ('34',) | (34,) | [34]
@@ -544,12 +556,17 @@ CONTAINERS = r"""
 Decimal('34') | np.float64(34.0) | deque([34]) | tensor(34) | <answer>34</answer>
 Answer(34) | Result(value=34) | <Answer: 34> | Namespace(x=34) | Interval(0, 1)
 FiniteSet(1, 2) | {34: 1} | [$34$] | [\frac{1}{2}] | [34, None] | [A] | 34 ||| 35
+$34$|||$35$|||36 | Union(Interval(0, 1), Interval(2, 3))
+Row(answer=34) | Word(text='A') | Answer(A)
 """
 GOLDS = r"""
 Na | -5 | no | [2,5] | [1,2,3] | (1,2) | \{1,2\} | <1,2> | <x,y> | f(2) | Log(2) | A(3)
 y^{''} | 5'10" | A' | np.arcsin(1./2) | \emptyset | \text{None of these} | undefined
 [0, 1) | x=[2] | \{x: x>2\} | True | no solution | unknown | 12:30 | nat | square
 [\frac{n}{2}] | [1;2] | {x: x>2} | sample variance | P(X=2) | The solution is 5
+先手有必胜策略 | 策略梯度 | 战略优势 | 略大于3 | |||x|-2|-1| | 2|||x|-2|-1| | Prob(X=2)
+range(f) | Range(f) | Set(1, 2) | Union(A, B) | Rank(A) | Span({1, 2})
+max([1, 2]) | prob(sum=7) | Value(f)
 """
 
 
