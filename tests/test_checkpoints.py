@@ -280,18 +280,6 @@ def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(
     assert re.findall(r'"step": (.)', paths[0].read_text()) == [*"01234"]
 
 
-def test_a_log_that_is_a_folder_is_named_and_its_checkpoint_is_not_blamed(
-    trained, tmp_path
-):
-    save, load = trained
-    save(tmp_path, 3)
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").mkdir()
-    assert load(tmp_path) == {"step": 3}
-    with pytest.raises(OSError, match=f"Is a directory: '{tmp_path}/metrics.jsonl'"):
-        Log(tmp_path, None, 2, 9, None, load.rows).write({"step": 3} | TRAINED)
-
-
 def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypatch):
     monkeypatch.setattr(support.checkpoints, "NFS_SECONDS", 1)
     # Rank 0 creates the folder on another host, and broadcasts its name.

@@ -143,7 +143,10 @@ def test_a_second_file_of_weights_which_vllm_would_read_is_refused(folder):
 
 
 @pytest.mark.parametrize("script", [train, eval])
-def test_neither_script_starts_with_a_weight_that_is_missing(script, folder):
+def test_no_script_starts_with_a_missing_weight_or_a_verifier_that_cannot_score(
+    script, folder
+):
+    assert "--verifier math:pi: 3.14" in refusal_of(script, "--verifier=math:pi")
     weights = load_file(folder / FILE)
     del weights[UP]
     save(weights, folder / FILE)
