@@ -166,18 +166,11 @@ PARTS: dict[str, list[Cell]] = {
     "grid": at_rate(MISMATCHES, MAIN, range(5))
     + at_rate((*BREAKING, "T = 1.6"), OTHERS, range(3)),
     "constants": at_rate(MISMATCHES, CONSTANTS, range(3)),
-    "rules": [
-        cell
-        for seed in range(3)
-        for cell in cells_of(
-            ["32 updates"], (*COMPARED_AT_32, *RULES), [seed], RATE_AT_32
-        )
-        + at_rate(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, [seed])
-        + at_rate(["32 updates"], ("p3o", "grpo 0.2"), [seed])
-    ]
-    # Two more seeds if a run with the first three collapsed.
+    "rules": cells_of(["32 updates"], (*COMPARED_AT_32, *RULES), range(3), RATE_AT_32)
+    + at_rate(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, range(3))
+    # Two more seeds, because a run with the first three collapsed.
     + at_rate(["lag 16"], ("ipo", "icepop"), [3, 4])
-    + at_rate(["32 updates"], ("p3o", "grpo 0.2"), [3, 4]),
+    + at_rate(["32 updates"], ("p3o", "grpo 0.2"), range(5)),
 }
 of_smollm2 = partial(cells_of, learning_rate=SMOLLM2_RATE)
 SMOLLM2_PARTS: dict[str, list[Cell]] = {

@@ -157,7 +157,6 @@ def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0:
         take_folder(out, cfg)
-
         # Schedulers send SIGTERM some seconds before they kill a job. It ends the run
         # as Ctrl-C does: run_script says how to continue.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -140,8 +140,8 @@ GOLD_FAULTS = {
     # range(f) or Set(1, 2)
     | ^(?:\w+\.|Union\()*(?-i:
         (?:\w*[Aa]rray|\w*[Mm]atrix|bytes|date\w*|deque|\w*dict\w*|float\d*|list|range|
-        \w*set|str|tensor|u?int\d+|[Tt]uple|Counter|Decimal|Float|Fraction|Integer|Rational|
-        Union)\(\s*b?[-\d.'"\[({]
+        \w*set|str|tensor|u?int\d+|[Tt]uple|Counter|Decimal|Float|Fraction|Integer|
+        Rational|Union)\(\s*b?[-\d.'"\[({]
         | (?:(?:Finite|Image|Condition)Set|Interval(?:\.\w+)?|Eq(?=.*,))\()
     # Answer(34), Namespace(x=34), Row(answer=34), <Answer: 34>; but not Log(34),
     # Prob(X=2) or <12, 5>
