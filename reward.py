@@ -9,18 +9,18 @@ A response is judged in three steps:
 recipes/README.md lists the decisions made in each step.
 
 Responses are untrusted text to compare, never code to run. Comparing words and numbers
-is safe. Comparing formulas may never end, as with 98^{97^{96}}, so answers/judge.py
-compares them in processes with a limit on time and memory. An answer that exceeds a
-limit counts as wrong.
+is safe. Comparing formulas may never end, as with 98^{97^{96}}, so
+answer_checking/judge.py compares them in processes with a limit on time and memory. An
+answer that exceeds a limit counts as wrong.
 """
 
 import inspect
 import pkgutil
 import re
 
-from answers.extraction import final_answer, without_thoughts
-from answers.judge import equal_formulas
-from answers.latex import latex_of, number_of
+from answer_checking.extraction import final_answer, without_thoughts
+from answer_checking.judge import equal_formulas
+from answer_checking.latex import latex_of, number_of
 from support.command import Refused, Stopped, one_line
 from support.tasks import Dataset
 

@@ -16,13 +16,13 @@ from unicodedata import normalize
 
 from pydantic.dataclasses import dataclass
 
-from answers.extraction import (
+from answer_checking.extraction import (
     final_answer,
     last_box,
     last_thought_tag,
     without_thoughts,
 )
-from answers.latex import MAX_LENGTH, latex_of, number_of
+from answer_checking.latex import MAX_LENGTH, latex_of, number_of
 from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
 

@@ -10,7 +10,7 @@ from conftest import ROOT
 from launch import run_script
 
 SCRIPTS = {"loss", "reward", "rollout", "policy", "train", "eval"}
-BELOW = [*ROOT.glob("support/*.py"), *ROOT.glob("answers/*.py")]
+BELOW = [*ROOT.glob("support/*.py"), *ROOT.glob("answer_checking/*.py")]
 CORE = [*ROOT.glob("*.py"), *BELOW]
 
 
@@ -36,7 +36,7 @@ def test_the_only_python_files_at_the_top_level_are_the_scripts_of_the_method():
 
 @pytest.mark.parametrize("path", CORE, ids=module_of)
 def test_imports_never_point_up(path):
-    # tools/ and study/ import the scripts, which import support/ and answers/.
+    # tools/ and study/ import the scripts, which import support/ and answer_checking/.
     above = {"tools", "study", "tests", "assignment"}
     if path in BELOW:
         above |= SCRIPTS

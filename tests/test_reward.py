@@ -10,8 +10,8 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from answers import judge
-from answers.extraction import last_box
+from answer_checking import judge
+from answer_checking.extraction import last_box
 from reward import compute_rewards, score
 from support.command import Stopped
 from support.tasks import Dataset
@@ -786,9 +786,7 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     ],
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):
-    start = (
-        "import os, sys\nfrom answers import judge\njudge.EQUAL_PAIRS = [('4', '4')]\n"
-    )
+    start = "import os, sys\nfrom answer_checking import judge\njudge.EQUAL_PAIRS = [('4', '4')]\n"
     end = "\nsys.argv[1:] = [str(os.getppid())]\njudge.main()"
     done = subprocess.run(
         [sys.executable, "-c", start + fault + end],
@@ -812,7 +810,7 @@ def test_no_process_is_left_when_the_trainer_is_killed():
     towers = [f"\\boxed{{9^{{8^{{{n}}}}}}}" for n in range(100, 120)]
     code = (
         "import reward\n"
-        "from answers.judge import end_with\n"
+        "from answer_checking.judge import end_with\n"
         f"end_with({os.getpid()})\n"
         f"reward.score({towers!r}, ['5'] * 20)"
     )

@@ -611,7 +611,7 @@ reward.same_words
 test_reward.test_a_verdict_on_a_number_or_a_word
 
 the first box counts
-answers.extraction.last_box
+answer_checking.extraction.last_box
 - ["box"]:
 + ["box"] and not content:
 test_reward.test_last_box_is_the_last_box_to_close

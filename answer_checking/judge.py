@@ -4,11 +4,11 @@ sympy computes 98^{97^{96}} until memory runs out, in a single call that no thre
 exception or signal handler can interrupt.
 
 So `equal_formulas` runs this file once for each batch. That process, the judge, imports
-answers/formulas.py and then forks one child for each pair, a few at a time. A child
-compares its pair and reports the verdict by its exit code. It may use LIMIT seconds of
-CPU time, not counting the time in which it waits for a core, and MEMORY bytes. If a
-child reaches a limit, its formulas count as not equal. If a child ends in any other
-way, or if the judge cannot work, that is an error and not a verdict.
+formulas.py and then forks one child for each pair, a few at a time. A child compares
+its pair and reports the verdict by its exit code. It may use LIMIT seconds of CPU time,
+not counting the time in which it waits for a core, and MEMORY bytes. If a child reaches
+a limit, its formulas count as not equal. If a child ends in any other way, or if the
+judge cannot work, that is an error and not a verdict.
 
 A verdict depends only on its pair, because every child starts as the same copy of the
 judge.
@@ -49,7 +49,7 @@ def equal_formulas(pairs: list[tuple[str, str]]) -> list[bool]:
     Raises RuntimeError, with one sentence, if the judge cannot work on this machine.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "answers.judge", str(os.getpid())],
+        [sys.executable, "-m", "answer_checking.judge", str(os.getpid())],
         cwd=ROOT,
         # The hash seed determines the order of sympy's sets.
         env=os.environ | {"PYTHONHASHSEED": "0"},
@@ -123,7 +123,7 @@ def end_with(parent: int) -> None:
 def equal(gold: str, answer: str) -> bool:
     """Return whether two LaTeX formulas are equal. May raise any Exception."""
     # Imported here and not at the top: the trainer must not load sympy.
-    from answers.formulas import are_equal, parse_formula
+    from answer_checking.formulas import are_equal, parse_formula
 
     return are_equal(parse_formula(gold), parse_formula(answer))
 

@@ -4,7 +4,7 @@ latex2sympy parses a formula; Parser corrects two of its readings. The compariso
 that of math_verify, which takes lists for sets, rounds what is below 1e-100 to 0 and
 gives another verdict if gold and answer are swapped.
 
-A comparison may never end, so answers/judge.py runs it in processes that it can kill.
+A comparison may never end, so judge.py runs it in processes that it can kill.
 """
 
 import math
