@@ -786,7 +786,8 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     ],
 )
 def test_a_judge_that_cannot_work_is_an_error_and_gives_no_verdict(fault, said):
-    start = "import os, sys\nfrom answer_checking import judge\njudge.EQUAL_PAIRS = [('4', '4')]\n"
+    start = "import os, sys\nfrom answer_checking import judge\n"
+    start += "judge.EQUAL_PAIRS = [('4', '4')]\n"
     end = "\nsys.argv[1:] = [str(os.getppid())]\njudge.main()"
     done = subprocess.run(
         [sys.executable, "-c", start + fault + end],
