@@ -87,7 +87,7 @@ def test_the_table_of_precisions_is_what_the_meter_printed():
         f"{float(mean):.2g}, {float(largest):.2g}, {float(e_b):.4f}"
         for mean, largest, e_b in zip(*columns, strict=True)
     ]
-    text = (ROOT / "docs/precision.md").read_text()
+    text = (ROOT / "study/results/precision.md").read_text()
     # Four dtypes of the embedded policy, and the same four of SmolLM2.
     for embedded, smollm2 in zip(cells[:4], cells[4:], strict=True):
         assert f"| {embedded} | {smollm2} |" in text
