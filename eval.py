@@ -54,24 +54,18 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
     """Return the mean of pass@k over the problems of a task, with a 95% interval.
 
     `passes` has the pass@k of each problem. The interval is scipy's percentile
-    bootstrap over problems. If the mean is 0 or 1, every resample would be the same, so
-    the exact binomial interval is used. A single problem is no evidence about others,
-    so its interval is 0 to 1. If all problems have the same value between 0 and 1, the
-    interval has width 0.
+    bootstrap over problems, to which one solved and one unsolved problem are added.
+    Without them, the interval would have width 0 if all problems are solved or none is,
+    and with few problems it would miss the true value far more often than in 5% of all
+    cases. With hundreds of problems the two change almost nothing.
     """
     # Imported here because it takes half a second and train.py does not need it.
-    from scipy.stats import binomtest, bootstrap
+    from scipy.stats import bootstrap
 
-    value, problems = float(np.mean(passes)), len(passes)
-    if problems == 1:
-        low, high = 0.0, 1.0
-    elif value in (0.0, 1.0):
-        low, high = binomtest(round(problems * value), problems).proportion_ci()
-    else:
-        low, high = bootstrap(
-            [passes], np.mean, method="percentile", rng=0, batch=100
-        ).confidence_interval
-    return {"value": value, "interval": [float(low), float(high)]}
+    low, high = bootstrap(
+        [[*passes, 0, 1]], np.mean, method="percentile", rng=0, batch=100
+    ).confidence_interval
+    return {"value": float(np.mean(passes)), "interval": [float(low), float(high)]}
 
 
 def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
@@ -206,8 +200,7 @@ def main() -> None:
             write_samples(out, task, split, results)
     if is_first:
         estimates = estimate(correct, cfg.samples)
-        settings = cfg.model_dump()
-        content = {"pass@k": estimates, "correct": correct, "settings": settings}
+        content = {"pass@k": estimates, "correct": correct}
         path = out / "results.json"
         path.write_text(json.dumps(content, indent=1) + "\n")
         for task, by_k in estimates.items():
@@ -229,8 +222,9 @@ def write_samples(
     for problem, result in zip(split.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})
     truncated = np.mean([result["truncated"] for result in results])
-    texts = [text for each in results for text in each["responses"]]
-    unmarked = np.mean([split.is_unmarked(text) for text in texts])
+    unmarked = np.mean(
+        [split.is_unmarked(text) for each in results for text in each["responses"]]
+    )
     print(
         f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens, and "
         f"{unmarked:.0%} lack a \\boxed{{}} or #### that the verifier needs"

@@ -43,17 +43,16 @@ class Policy(torch.nn.Module):
     root is called. `forward` uses the head's weight directly, so Policy is the root.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        temperature: float = 1.0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    dtype = torch.float32  # in which FSDP lets it compute
+
+    def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
         model.set_attn_implementation("attend_in_rows")
+        # If vLLM has no code of its own for a model, it uses this class, and changes it
+        # so that it is compiled. This attribute exempts the policy.
+        model.base_model.do_not_compile = True
         self.model = model
         self.temperature = temperature
-        self.dtype = dtype  # the dtype in which FSDP lets it compute
 
     def forward(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log pi_theta of the response tokens and of their K top_tokens.
@@ -77,7 +76,8 @@ class Policy(torch.nn.Module):
         row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
         position = rollouts.prompt_length[row] + t  # [M]
         # A token is predicted at the position before it.
-        hidden = at(index[row, position - 1], output.last_hidden_state[0])  # [M, D]
+        predicting = index[row, position - 1]
+        hidden = embedding(predicting, output.last_hidden_state[0])  # [M, D]
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
         # [M, 1 + K]
         tokens = torch.cat([sampled_token, rollouts.top_tokens[row, t]], dim=1)
@@ -121,19 +121,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
     # Computed tokens are numbered row by row, so in each column the largest number so
     # far is that of the last computed token.
-    number = is_computed.flatten().cumsum(dim=0).view_as(tokens) * is_computed
-    index = (number.cummax(dim=0).values - 1).clamp(min=0)
-    return index, is_computed.nonzero(as_tuple=True)
-
-
-def at(index: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Return states[index].
-
-    The gradient is summed in float32 and in the same order in every run, unlike the
-    gradient of plain indexing.
-    """
-    picked = embedding(index, states.flatten(1).float()).to(states.dtype)
-    return picked.unflatten(-1, states.shape[1:])
+    number = (is_computed.flatten().cumsum(dim=0) - 1).view_as(tokens) * is_computed
+    return number.cummax(dim=0).values, is_computed.nonzero(as_tuple=True)
 
 
 def attend_in_rows(
@@ -149,7 +138,13 @@ def attend_in_rows(
     function. The result is [1, S, H, D].
     """
     index, computed = module.layout  # see distinct_tokens
-    rows = [at(index, each[0].transpose(0, 1)).transpose(1, 2) for each in states[:3]]
+    # Unlike indexing, `embedding` sums the gradient in the same order in every run.
+    rows = [
+        embedding(index, state[0].transpose(0, 1).flatten(1))  # [N, L, H * D]
+        .unflatten(2, state.shape[1::2])
+        .transpose(1, 2)  # [N, H, L, D]
+        for state in states[:3]
+    ]
     # Right padding needs no mask, because no token attends to a later one.
     mask, length = None, index.shape[1]
     if (sliding_window or length) < length:
@@ -183,7 +178,6 @@ def build_policy(
     transformers.utils.logging.disable_progress_bar()
     folder = model_folder(model)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    stored_dtype = config.dtype or torch.float32
     # The engine has no dropout. If the policy had any, rho would be noise.
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
@@ -191,9 +185,8 @@ def build_policy(
     language_model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, trust_remote_code=False
     )
-    language_model.config.dtype = stored_dtype  # save_model writes the weights in it
-    # vLLM may have prepared this class for its compiler (see Engine.as_current).
-    language_model.base_model.do_not_compile = True
+    # save_model writes the weights in the dtype in which they were stored.
+    language_model.config.dtype = config.dtype or torch.float32
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()
     if mesh.device_type == "cuda":
@@ -206,7 +199,8 @@ def build_policy(
             # If heads share keys, torch has only the kernel that keeps all scores,
             # [N, H, L, L]. This makes transformers repeat keys and values instead.
             sdpa_attention.use_gqa_in_sdpa = lambda *_: False
-    policy = Policy(language_model, temperature, getattr(torch, dtype))
+    policy = Policy(language_model, temperature)
+    policy.dtype = getattr(torch, dtype)
     precision = MixedPrecisionPolicy(
         param_dtype=policy.dtype,
         reduce_dtype=torch.float32,

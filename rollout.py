@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from support.command import Refused, Stopped
+from support.command import Refused, Stopped, one_line
 from support.models import load_tokenizer, model_folder, turn_end_tokens
 
 
@@ -42,9 +43,8 @@ class Rollouts:
 
     def select(self, rows: torch.Tensor, device: torch.device) -> "Rollouts":
         """Return these rows on this device, without columns that are all padding."""
-        response_length = self.mask[rows].sum(dim=1)
-        response_columns = int(response_length.max())
-        token_columns = int((self.prompt_length[rows] + response_length).max())
+        in_response = self.mask[rows].any(dim=0)  # [T]
+        in_sequence = (self.tokens[rows] >= 0).any(dim=0)  # [L]
         selected = {}
         for name, value in vars(self).items():
             if isinstance(value, list):
@@ -52,8 +52,8 @@ class Rollouts:
             elif isinstance(value, torch.Tensor):
                 value = value[rows]
                 if value.dim() > 1:
-                    columns = token_columns if name == "tokens" else response_columns
-                    value = value[:, :columns]
+                    columns = in_sequence if name == "tokens" else in_response
+                    value = value[:, columns]
                 selected[name] = value.to(device)
         return replace(self, **selected)
 
@@ -117,9 +117,9 @@ class Engine:
     layers, and does so anew in every `load_weights`. load_format "hf" reads the files
     that support/models.py has checked. "dummy" starts with random weights, so that a
     weight that `load_weights` never brings is noticed at once. max_model_len is in
-    tokens, kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused if
-    the KV cache is too small for one response, or if weights and cache exceed the free
-    memory.
+    tokens, kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with
+    vLLM's reason if it cannot build the engine, for example because the KV cache is too
+    small for one response or exceeds the free memory.
     """
 
     asleep = False
@@ -152,8 +152,6 @@ class Engine:
         self.quantization = quantization
         model = model_folder(model)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
-        if cuda and dist.get_rank() == 0:
-            print("vLLM captures CUDA graphs: a minute or more", flush=True)
         try:
             self.llm = LLM(
                 model,
@@ -169,19 +167,17 @@ class Engine:
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
                 enforce_eager=not cuda,
                 enable_sleep_mode=self.can_sleep,
-                use_tqdm_on_load=verbose,
                 # On a CPU vLLM cannot prefill in chunks if requests have seeds.
                 enable_chunked_prefill=cuda,
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
         except (ValueError, RuntimeError) as error:
-            # A plain "cache" could be part of the model's path.
-            about_memory = ("cache blocks", "kv cache", "free memory", "out of memory")
-            if not any(words in str(error).lower() for words in about_memory):
-                raise
-            reason, *_ = str(error).split(". ")  # The rest is advice on vLLM's options.
-            hint = "; nvidia-smi shows what else uses the GPU" if cuda else ""
-            raise Refused(f"kv_cache_gb is {kv_cache_gb}: {reason}{hint}") from None
+            # The sentences after the first advise on vLLM's own options.
+            reason, *_ = one_line(error).split(". ")
+            raise Refused(
+                f"vLLM cannot build an engine for {model} with kv_cache_gb "
+                f"{kv_cache_gb}: {reason} (nvidia-smi shows what else uses a GPU)"
+            ) from error
         vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self.top_logprobs = min(top_logprobs, vocabulary)
         if tp > 1 and not cuda:
@@ -191,16 +187,6 @@ class Engine:
         self.tokenizer = load_tokenizer(model)
         # A base model with a chat template may not stop at the end of its turn.
         self.turn_end_tokens = turn_end_tokens(self.tokenizer)
-
-    def as_current(self) -> Any:
-        """Return a context in which the policy of the same model can be built.
-
-        If vLLM has no code of its own for a model, it uses the class of transformers
-        and decorates it for vLLM's compiler. The class then asks for vLLM's config.
-        """
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self.llm.llm_engine.vllm_config)
 
     def sample(
         self,
@@ -244,7 +230,7 @@ class Engine:
             [
                 SamplingParams(
                     n=n,
-                    seed=seed % 2**31,
+                    seed=seed,
                     # Lists take 2 KB per token, so a rank asks only for its own.
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
@@ -264,9 +250,7 @@ class Engine:
 
         The log-probabilities are log pi_b because of LLM_OPTIONS["logprobs_mode"].
         """
-        prompts = [
-            output.prompt_token_ids for output in outputs for _ in output.outputs
-        ]
+        prompts = [each.prompt_token_ids for each in outputs for _ in each.outputs]
         responses = [response for output in outputs for response in output.outputs]
         listed_tokens, listed_logp = [], []
         # At each position vLLM lists the sampled token, then the K most likely ones.
@@ -278,9 +262,9 @@ class Engine:
             listed_tokens.append(torch.from_numpy(token_ids.reshape(shape)))
             logp = np.array(listed.logprobs, dtype=np.float32)
             listed_logp.append(torch.from_numpy(logp.reshape(shape)))
-        all_tokens = pad_sequence(listed_tokens, batch_first=True)  # [N, T, 1 + K]
-        all_logp = pad_sequence(listed_logp, batch_first=True)  # [N, T, 1 + K]
-        length = torch.tensor([len(response.token_ids) for response in responses])
+        pad = partial(pad_sequence, batch_first=True)
+        all_tokens = pad(listed_tokens, padding_value=-1)  # [N, T, 1 + K]
+        all_logp = pad(listed_logp)  # [N, T, 1 + K]
         sequences = [
             torch.tensor(prompt + list(response.token_ids))
             for prompt, response in zip(prompts, responses, strict=True)
@@ -288,9 +272,9 @@ class Engine:
         # A ValueError here means that the weights changed during sampling.
         [version] = {span.version for r in responses for span in r.weight_versions}
         return Rollouts(
-            tokens=pad_sequence(sequences, batch_first=True, padding_value=-1),
+            tokens=pad(sequences, padding_value=-1),
             prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
-            mask=torch.arange(all_logp.shape[1]) < length[:, None],
+            mask=all_tokens[:, :, 0] >= 0,
             logp_behavior=all_logp[:, :, 0],  # the sampled token's
             top_tokens=all_tokens[:, :, 1:],
             top_logp_behavior=all_logp[:, :, 1:],
@@ -341,10 +325,8 @@ class Engine:
         try:
             self.llm.wake_up()
         except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
             raise Stopped(
-                "the GPU has too little free memory for the engine, which lent its own "
-                "to the update: give a smaller kv_cache_gb, and look in nvidia-smi for "
+                "the engine cannot take back the memory that it lent to the update "
+                f"({error}): give a smaller kv_cache_gb, and look in nvidia-smi for "
                 "other programs; --resume continues from the newest checkpoint"
             ) from error

@@ -66,7 +66,7 @@ from support.models import check_model
 from support.tasks import Dataset, check_same_on_ranks, load_split
 
 SYNC_CHECK_EVERY = 5  # steps
-MAX_ACTIVATION_BYTES = 4 * 2**30  # on a CPU
+MAX_ACTIVATIONS = 2**30  # on a CPU; in float32 they take 4 GB
 
 
 def main() -> None:
@@ -76,7 +76,6 @@ def main() -> None:
     engine, policy, optimizer = run.engine, run.policy, run.optimizer
     queue, log = run.queue, run.log
 
-    engine.wake_up()
     sync(engine, policy, run.step, run.train.prompts)
     log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
@@ -93,7 +92,8 @@ def main() -> None:
         minibatches = rows_of_rank.chunk(cfg.minibatches)
         updates = []  # the statistics of each update
         for rows in minibatches * cfg.passes:  # a tuple, repeated
-            set_learning_rate(optimizer, step, len(updates), cfg)
+            done = (step - 1) * cfg.passes * cfg.minibatches + len(updates)
+            optimizer.param_groups[0]["lr"] = learning_rate(done, cfg)
             with log.phase("update"):
                 stats = update(policy, optimizer, objective, rollouts, rows, cfg, step)
             updates.append(stats)
@@ -155,8 +155,7 @@ def update(
     # Then the gradient of (12), which adds up over the micro-batches and the ranks.
     totals = defaultdict(float)  # the sum of each statistic over the tokens of B
     for micro_batch in (last, *others):
-        is_last = micro_batch is last
-        logp, top_logp = output_of_last if is_last else policy(micro_batch)
+        logp, top_logp = output_of_last if micro_batch is last else policy(micro_batch)
         kl = kl_at_positions(top_logp, micro_batch, cfg)  # [N, T]
         # For P3O: -sg(min(rho, e_B)) A log pi_theta + (1 - e_B) KL, [N, T]
         loss = objective(
@@ -230,10 +229,10 @@ def find_objective(
     objective, or if it does not accept these hyper-parameters.
     """
     try:
-        objective = LOSSES[name] if name in LOSSES else pkgutil.resolve_name(name)
+        objective = LOSSES.get(name) or pkgutil.resolve_name(name)
         # Try it on zeros. Some objectives keep a state, so a copy is tried.
-        tensors = (torch.zeros(1, 2) for _ in range(4))
-        loss = copy.deepcopy(objective)(*tensors, 1.0, **hyper_parameters)  # [1, 2]
+        trial = copy.deepcopy(objective)
+        loss = trial(*torch.zeros(4, 1, 2), 1.0, **hyper_parameters)  # [1, 2]
         loss[torch.ones(1, 2).bool()].sum()
     except Exception as error:  # the user's module may raise any
         raise Refused(
@@ -257,24 +256,22 @@ class Run:
         built. A collective.
         """
         changed = check_out_dir(cfg)
-        self.tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
+        tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
 
         mesh = init_distributed()
         check_same_on_ranks(self.train, self.heldout)
         self.out = make_out_dir(cfg, changed)
+        # The policy comes first: vLLM changes classes of transformers that it uses.
+        self.policy = build_policy(
+            cfg.model,
+            mesh,
+            cfg.dtype,
+            cfg.policy_temperature,
+            cfg.gradient_checkpointing,
+        )
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
-        self.engine.sleep()  # The policy is built in memory that the engine lends.
-        with self.engine.as_current():
-            self.policy = build_policy(
-                cfg.model,
-                mesh,
-                cfg.dtype,
-                cfg.policy_temperature,
-                cfg.gradient_checkpointing,
-            )
         self.optimizer = AdamW(
             self.policy.parameters(),
-            lr=cfg.learning_rate,
             weight_decay=cfg.weight_decay,
             fused=True,
         )
@@ -285,9 +282,7 @@ class Run:
             self.out, self.policy, self.optimizer
         )
         self.queue = deque(Rollouts(**fields) for fields in queue)
-        self.log = Log(
-            self.out, self.tokenizer, cfg.group_size, cfg.steps, self.train, rows
-        )
+        self.log = Log(self.out, tokenizer, cfg.group_size, cfg.steps, self.train, rows)
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
@@ -364,16 +359,12 @@ def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
     )
 
 
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, updates_of_step: int, cfg: Config
-) -> None:
-    """Set the learning rate, which rises over the first warmup_updates of the run.
+def learning_rate(updates: int, cfg: Config) -> float:
+    """Return the learning rate after so many updates of the run have been made.
 
-    `updates_of_step` is the number of updates that this step has already made.
+    It rises over the first warmup_updates and is constant afterwards.
     """
-    updates = (step - 1) * cfg.passes * cfg.minibatches + updates_of_step
-    warm_up = min(1.0, (updates + 1) / max(1, cfg.warmup_updates))
-    optimizer.param_groups[0]["lr"] = warm_up * cfg.learning_rate
+    return cfg.learning_rate * min(1.0, (updates + 1) / max(1, cfg.warmup_updates))
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
@@ -427,8 +418,7 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
         return cfg.micro_batch_tokens
     layers = policy.model.base_model.layers
     weights = sum(weight.numel() for weight in layers.parameters())
-    numbers = 2 * weights // policy.model.config.hidden_size
-    limit = MAX_ACTIVATION_BYTES // (numbers * policy.dtype.itemsize)
+    limit = MAX_ACTIVATIONS * policy.model.config.hidden_size // (2 * weights)
     return min(cfg.micro_batch_tokens, limit)
 
 

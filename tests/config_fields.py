@@ -77,9 +77,8 @@ def gap(folder: str, mesh, alive: list) -> float:
 
     # Engines share tables of positions, which a failed load leaves damaged.
     rotary_embedding._ROPE_DICT.clear()
+    policy = build_policy(folder, mesh)
     engine = Engine(folder, 120, load_format="dummy", kv_cache_gb=0.02)
-    with engine.as_current():
-        policy = build_policy(folder, mesh)
     alive += [engine, policy]
     engine.load_weights(full_weights(policy), version="0")
     prompts = [list(range(3, 6 + 9 * k)) for k in range(4)]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -54,17 +55,17 @@ def test_pass_at_k_refuses_what_cannot_be(n, c, k):
         # say the same: the standard error is sqrt(0.25 / 400) = 0.025, and not that of
         # 3200 samples, 0.0088.
         ([8] * 200 + [0] * 200, 8, [0.451, 0.549], 0.003),
-        # For none and all of 30 problems the bootstrap would say [0, 0]. With a share
-        # p, none is right with probability (1 - p)^30, which is 2.5% at
-        # p = 1 - 0.025^(1/30) = 0.1157.
-        ([0] * 30, 4, [0, 0.1157], 1e-4),
-        ([4] * 30, 4, [0.8843, 1], 1e-4),
-        # A single problem tells nothing about others.
+        # With the two added problems, 1 of 32 is solved. A resample of 32 has none with
+        # probability (31/32)^32 = 0.36, and at most 3 with probability 0.98.
+        ([0] * 30, 4, [0, 3 / 32], 1e-9),
+        ([4] * 30, 4, [29 / 32, 1], 1e-9),
+        # A single problem tells nothing about others: 1 in 27 resamples of the three
+        # problems is all 0, and 1 in 27 is all 1.
         ([1], 4, [0, 1], 0),
     ],
     ids=["shares", "whole problems", "none", "all", "a single problem"],
 )
-def test_an_interval_is_that_of_the_binomial_distribution_of_problems_not_of_samples(
+def test_an_interval_tells_how_sure_the_problems_make_us_and_not_the_samples(
     counts, n, interval, tolerance
 ):
     by_k = estimate({"task": counts}, n)["task"]
@@ -73,6 +74,21 @@ def test_an_interval_is_that_of_the_binomial_distribution_of_problems_not_of_sam
         assert estimated["interval"] == pytest.approx(interval, abs=tolerance)
     right = sum(counts) / n / len(counts)
     assert by_k["1"]["value"] == pytest.approx(right, abs=1e-12)
+
+
+@pytest.mark.parametrize("problems, share", [(10, 0.1), (30, 0.9), (30, 0.4)])
+def test_an_interval_contains_the_true_share_in_about_95_percent_of_all_cases(
+    problems, share
+):
+    # Without the two added problems it would be 0.65 of the cases for 10 and 0.1.
+    covered = 0.0
+    for solved in range(problems + 1):
+        counts = [1] * solved + [0] * (problems - solved)
+        low, high = estimate({"task": counts}, 1)["task"]["1"]["interval"]
+        if low <= share <= high:
+            chance = math.comb(problems, solved) * share**solved
+            covered += chance * (1 - share) ** (problems - solved)
+    assert 0.92 < covered < 0.995
 
 
 # On the engine
@@ -96,7 +112,8 @@ def test_the_script_samples_as_its_flags_say_and_writes_counts_and_pass_at_k(
     flags = "--samples=3 --limit=20 --temperature=0.7 --top_p=0.9 --seed=4"
     flags = f"--task=tiny,{own}", "--max_response_tokens=50", *flags.split()
     result = evaluate_here(run_here, tmp_path / "out", *flags)
-    assert result["settings"]["limit"] == 20
+    settings = json.loads((tmp_path / "out/config.json").read_text())
+    assert settings["limit"] == 20
     sampling = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 50}
     counts = list(result["correct"].values())
     expected = prompts[:20], prompts[100:109]

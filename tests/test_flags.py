@@ -159,7 +159,8 @@ def test_a_refusal_names_the_rank_and_a_cache_that_is_too_small_or_too_large():
     sentence = "train.py, rank 3: there is no task 'missing': "
     assert_refused_in_one_line("train.py --task=missing", sentence, rank=3)
     for size, reason in (("0.0001", "No available"), ("9999.0", "Available")):
-        sentence = f"eval.py: kv_cache_gb is {size}: {reason} memory"
+        sentence = "eval.py: vLLM cannot build an engine for tiny with kv_cache_gb "
+        sentence += f"{size}: {reason} memory"
         assert_refused_in_one_line(f"eval.py --kv_cache_gb={size}", sentence)
 
 

@@ -154,10 +154,10 @@ def test_policy_engine_and_transformers_agree_on_every_type_before_and_after_an_
     folder = str(tmp_path)
     build_model(model_type, {}, folder)
     check_model(folder, to_train=True)
+    policy = build_policy(folder, group)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.base_model.do_not_compile = True
     engine = build_engine(folder, load_format="dummy", top_logprobs=3)
-    with engine.as_current():
-        policy = build_policy(folder, group)
-        model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
     for version in "0", "1":
         engine.load_weights(full_weights(policy), version=version)
@@ -287,7 +287,8 @@ def test_an_engine_that_does_not_fit_is_refused(error, group, monkeypatch):
     with pytest.raises(Refused) as refused:
         Engine("tiny", 128, kv_cache_gb=99)
     reason, *_ = str(error).split(". ")
-    assert str(refused.value).startswith(f"kv_cache_gb is 99: {reason}")
+    sentence = f"vLLM cannot build an engine for tiny with kv_cache_gb 99: {reason} ("
+    assert sentence in str(refused.value)
 
 
 def test_a_run_stops_if_an_engine_finds_no_memory_to_wake_up(
@@ -298,5 +299,5 @@ def test_a_run_stops_if_an_engine_finds_no_memory_to_wake_up(
 
     monkeypatch.setattr(engine, "can_sleep", True)
     monkeypatch.setattr(engine.llm, "wake_up", wake_up)
-    with pytest.raises(Stopped, match="too little free memory for the engine, which"):
+    with pytest.raises(Stopped, match="cannot take back the memory .*CUDA Error"):
         engine.wake_up()

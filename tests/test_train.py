@@ -288,8 +288,8 @@ def test_in_bfloat16_weights_and_log_probabilities_stay_float32(stale, trainee, 
 def test_on_a_cpu_the_activations_of_a_micro_batch_have_a_limit(trainee, monkeypatch):
     # A layer of tiny has 4 * 128 * 128 weights in its attention, 3 * 128 * 384 in its
     # MLP and 2 * 128 in its norms: per element of a hidden state 512, 1,152 and 2.
-    numbers = 2 * 3 * (512 + 1152 + 2)  # of 4 bytes, in 3 layers
-    monkeypatch.setattr(train, "MAX_ACTIVATION_BYTES", 100 * 4 * numbers)
+    numbers = 2 * 3 * (512 + 1152 + 2)  # in 3 layers
+    monkeypatch.setattr(train, "MAX_ACTIVATIONS", 100 * numbers)
     for given, expected in (99, 99), (101, 100):
         cfg = Config(micro_batch_tokens=given)
         assert train.max_micro_batch_tokens(cfg, trainee) == expected

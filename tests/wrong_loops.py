@@ -179,7 +179,7 @@ test_train.test_all_ranks_make_as_many_micro_batches_as_the_longest_response_req
 
 every micro-batch is computed twice
 train.update
-- output_of_last if is_last else policy(micro_batch)
+- output_of_last if micro_batch is last else policy(micro_batch)
 + policy(micro_batch)
 test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass
 
@@ -292,15 +292,15 @@ train.Run.__init__
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 the warm-up never ends
-train.set_learning_rate
+train.learning_rate
 - (updates + 1) / max(1, cfg.warmup_updates)
 + 1 / max(1, cfg.warmup_updates)
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 the warm-up counts steps, not updates
-train.set_learning_rate
-- + updates_of_step
-+
+train.main
+- cfg.passes * cfg.minibatches + len(updates)
++ 1
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 the objective is ignored

@@ -71,8 +71,8 @@ test_loss.test_e_b_by_hand
 
 e_B counts padding as tokens
 loss.py
-- float(ratio.numel())
-+ float(mask.numel())
+- torch.ones_like(ratio).sum()
++ torch.ones_like(log_ratio).sum().double()
 test_loss.test_e_b_by_hand
 
 means replace the sums

@@ -62,6 +62,11 @@ def main() -> None:
     _, _, heldout, max_model_len = train.load_data(cfg)
     prompts = heldout.prompts[: cfg.responses]
     device = torch.device(init_distributed().device_type)
+    # vLLM changes classes of transformers that it uses, so this precedes the engine.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_folder(cfg.model), dtype=torch.float32, trust_remote_code=False
+    ).to(device)
+    policy = Policy(model, cfg.policy_temperature)
     engine = Engine(
         cfg.model,
         max_model_len,
@@ -80,11 +85,8 @@ def main() -> None:
         top_k=cfg.top_k,
     )
     rollouts = rollouts.select(torch.arange(len(rollouts.text)), device)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_folder(cfg.model), dtype=torch.float32, trust_remote_code=False
-    ).to(device)
     with torch.no_grad():
-        logp, top_logp = Policy(model, cfg.policy_temperature)(rollouts)
+        logp, top_logp = policy(rollouts)
     log_ratio = logp - rollouts.logp_behavior  # (7), [N, T]
     mask = rollouts.mask
 
