@@ -55,7 +55,7 @@ PARTS = {
     "4": "an experiment",
 }
 CPU_SECONDS = 3  # for each process of an item; the slowest needs less than one
-# An item that has not ended after this time was not given the processor.
+# An item that has not ended after this time did not get enough CPU time.
 WALL_SECONDS = 60
 IDLE_SECONDS = 5  # after which a process that sleeps is stopped
 LONGEST_FILE = 2**20  # bytes of a student's file
@@ -224,7 +224,7 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
         return judged(lost, what_is_wrong(item, cases, outcome.answers))
     ending = outcome.ending
     machine = {
-        "late": f"was not given {CPU_SECONDS} s of computing: grade it again",
+        "late": f"did not get {CPU_SECONDS} s of CPU time: grade it again",
         "SIGKILL": "was killed because the machine lacks memory: grade it again",
         ENDED_RUNNER: "ended the process that runs it: grade it again",
     }
@@ -393,7 +393,7 @@ def grade_all(
             with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(rows)
     counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
-    print(f"{len(folders)} submissions, --seed {seed}; lost by how many: {counts}")
+    print(f"{len(folders)} submissions, --seed {seed}; how many lost each: {counts}")
 
 
 def write_report(out: Path, name: str, results: list[Result], seed: int) -> None:
@@ -419,12 +419,12 @@ def has_to_become_nobody(private: Iterable[Path]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="of one submission")
+    parser.add_argument("folder", nargs="?", type=Path, help="one submission's folder")
     parser.add_argument("--all", type=Path, help="a folder of submissions")
     parser.add_argument("--solution", action="store_true", help="grade the reference")
-    parser.add_argument("--only", default="", help="an item, as 2.3, or a part, as 2")
+    parser.add_argument("--only", default="", help="an item such as 2.3, or a part: 2")
     parser.add_argument("--out", type=Path, help="a folder for the reports")
-    parser.add_argument("--seed", type=int, help="of the inputs; by default a secret")
+    parser.add_argument("--seed", type=int, help="seed of the inputs (default: secret)")
     parser.add_argument(
         "--trust", action="store_true", help="run your own code without enclosure"
     )
@@ -433,16 +433,16 @@ def main() -> None:
     sys.stdout.reconfigure(errors="replace")
     folder = SOLUTION if args.solution else args.all or args.folder
     if folder is None or not folder.is_dir():
-        sys.exit(f"grade.py: give a folder, --all FOLDER or --solution, not {folder}")
+        sys.exit(f"grade.py: give a folder, --all FOLDER or --solution (got {folder})")
     named = args.only
     items = [item for item in ITEMS if named in ("", item.name, item.name[0])]
     if not items:
-        sys.exit(f"grade.py: there is no item {named}; give one of the handout, as 2.3")
+        sys.exit(f"grade.py: there is no item {named}; give one such as 2.3, or a part")
     folders = [folder.resolve()]
     if args.all:
         folders = folders_in(folder)
         if not folders:
-            sys.exit(f"grade.py: {folder} has no folders, one for each submission")
+            sys.exit(f"grade.py: {folder} has no folders: make one for each submission")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     seed = secrets.randbits(40) if args.seed is None else args.seed

@@ -91,7 +91,7 @@ def refusal(private: Iterable[Path]) -> str:
         return "the enclosure for other people's code needs an x86-64 processor"
     is_root, has_landlock = os.geteuid() == 0, landlock_version() >= 1
     if not is_root and not has_landlock:
-        return "this kernel has no Landlock (Linux 5.13)"
+        return "this kernel has no Landlock, which Linux has from 5.13 on"
     libraries = [path.resolve() for path in LIBRARIES if path.exists()]
     if is_root:
         for path in libraries:
@@ -103,7 +103,7 @@ def refusal(private: Iterable[Path]) -> str:
     for path in (path.resolve() for path in private):
         for library in libraries:
             if path.is_relative_to(library):
-                return f"the code could read {path}, as {library} is open: move it"
+                return f"the code could read {path}, which is in {library}: move it"
         # Without Landlock the permissions of files decide who reads them.
         if not has_landlock and is_open_to_others(path):
             return f"this kernel has no Landlock: close the folder (chmod 700 {path})"

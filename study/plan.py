@@ -17,8 +17,8 @@ core.
                  kinds and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
     rules        six rules that frameworks and papers of 2026 use, on four kinds of
-                 data, and with other objectives on 32 updates, with three seeds, or
-                 with five if a run collapsed: 125 runs
+                 data and with 32 updates, and other objectives with 32 updates. A cell
+                 has three seeds, or five if a run collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
@@ -75,8 +75,8 @@ MISMATCHES: dict[str, Flags] = {
     "lag 16": {"lag": 16},
     "4 updates": {"passes": 2, "minibatches": 2},
     "16 updates": {"passes": 4, "minibatches": 4},
-    # A step has as many batches B as with "4 updates", each as small as with "16
-    # updates" and used once. The last three are one to three updates old by then.
+    # A step makes four updates, each on a quarter of the rollout batch. At its update,
+    # the second to fourth quarter is one to three updates old.
     "4 minibatches": {"minibatches": 4},
     "T = 1.2, lag 4": {"temperature": 1.2, "lag": 4},
 }

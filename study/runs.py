@@ -183,7 +183,7 @@ def run_grid(
             print(f"{title}  {accuracies}  {run['seconds']:.0f} s", flush=True)
     if failed:
         raise Refused(
-            f"{failed} runs failed, for the reasons above; {path} has the others"
+            f"{failed} of the runs failed, for the reasons above; {path} has the others"
         )
 
 
@@ -234,7 +234,7 @@ def collapsed(run: Run) -> bool:
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half of its 95% interval, by Student's t.
 
-    The half is NaN if there is only one value.
+    Half of the interval is NaN if there is only one value.
     """
     count = len(values)
     if count < 2:

@@ -460,7 +460,7 @@ def test_many_submissions_are_graded_in_one_command(
     assert lines[4].endswith(
         "not graded: 4.1 (the folder cannot be read: link is a link)"
     )
-    assert lines[6].startswith(f"6 submissions, --seed {SEED}; lost by how many: ")
+    assert lines[6].startswith(f"6 submissions, --seed {SEED}; how many lost each: ")
     assert (out / "04-emmy.txt").read_text().splitlines()[-1] == "points: 2 of 2"
     with (out / "grades.csv").open() as file:
         rows = [(row["submission"], row["4.1"]) for row in csv.DictReader(file)]

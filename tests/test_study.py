@@ -92,7 +92,7 @@ def test_a_run_that_fails_does_not_stop_the_others_and_only_it_is_run_again(
 
     monkeypatch.setattr(runs, "make_run", make_run)
     monkeypatch.setattr(runs.signal, "signal", lambda *_: None)
-    with pytest.raises(Refused, match="1 runs failed, for the reasons above"):
+    with pytest.raises(Refused, match="1 of the runs failed, for the reasons above"):
         run_grid()
     printed = capsys.readouterr()
     assert "lag 16, p3o, 0.0002, 1  failed: no memory" in printed.err

@@ -194,7 +194,7 @@ def pretrain(
         optimizer.zero_grad()
         if step % 100 == 0:
             seconds = time.time() - start
-            nats = f"{loss.item():.4f} nats a token"
+            nats = f"{loss.item():.4f} nats per token"
             print(f"step {step}/{STEPS}  loss {nats}  {seconds:.0f} s", flush=True)
 
 

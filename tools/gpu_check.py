@@ -71,7 +71,7 @@ def random_model() -> str:
     folder = os.path.join(tempfile.gettempdir(), f"p3o-random-{rank}")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(ARCHITECTURE)
-    # On a CPU this would take half a minute.
+    # Initializing the weights on a CPU would take half a minute.
     with torch.device(f"cuda:{os.getenv('LOCAL_RANK', '0')}" if CUDA else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -230,7 +230,7 @@ def main() -> None:
         if not least <= value <= most  # NaN fails
     ]
     if failed:
-        raise Stopped(f"{name}: outside of its limits: {', '.join(failed)}")
+        raise Stopped(f"{name}: not within their limits: {', '.join(failed)}")
     print("All numbers are within their limits.")
 
 

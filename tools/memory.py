@@ -23,9 +23,9 @@ from train import Config
 GB = 2**30
 PROMPT = 1024  # tokens assumed for a prompt if max_prompt_tokens sets no limit
 ELEMENT = 2  # bytes: trainer and engine compute in bfloat16
-# An estimate for CUDA's context, NCCL, CUDA graphs, fragmentation, vLLM's prefill and
-# sampler, and the temporary tensors of a layer. A sleeping engine keeps its CUDA graphs
-# and NCCL's buffers.
+# This estimate covers CUDA's context, NCCL, CUDA graphs, fragmentation, vLLM's prefill
+# and sampler, and the temporary tensors of a layer. A sleeping engine keeps its CUDA
+# graphs and NCCL's buffers.
 RESERVE = 12 * GB
 
 

@@ -34,7 +34,7 @@ from support.models import model_folder
 
 
 class MeterConfig(train.Config):
-    """Measure how far off-policy the rollouts are that these flags of train.py make."""
+    """Measure how far off-policy rollouts with these flags of train.py are."""
 
     responses: PositiveInt = 256
     """responses to measure, rounded up to a multiple of the held-out prompts"""

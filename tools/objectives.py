@@ -168,7 +168,7 @@ def a3po(
 ) -> Tensor:
     """Return PPO's clipped loss around a policy between pi_b and pi_theta: [N, T].
 
-    A-3PO, arXiv 2512.06547, by AReaL's code and documentation. It is decoupled PPO,
+    A-3PO, arXiv 2512.06547, as in AReaL's code and documentation. It is decoupled PPO,
     arXiv 2110.00641, without the extra pass over the batch for log pi_prox:
 
         log pi_prox = log pi_b + alpha (sg(log pi_theta) - log pi_b)
@@ -206,7 +206,7 @@ def bapo(
 ) -> Tensor:
     """Return the clipped loss, with bounds that balance A > 0 and A < 0: [N, T].
 
-    BAPO, arXiv 2510.18927, equation 8, by its authors' code and README. low and high
+    BAPO, arXiv 2510.18927, equation 8, as in its authors' code and README. low and high
     are bounds on rho itself. A token contributes min(rho, high) A if A > 0, and
     max(rho, low) |A| if A < 0. First low rises, then high, until the tokens with A > 0
     contribute at least the share `target` of the sum. Raising low drops more tokens
@@ -274,8 +274,8 @@ def rec(
 ) -> Tensor:
     """Return -A log pi_theta, and 0 for tokens without a gradient in GRPO: [N, T].
 
-    REC-OneSide-NoIS, arXiv 2509.24203, by its authors' code in Trinity-RFT, is clipping
-    without importance weights.
+    REC-OneSide-NoIS, arXiv 2509.24203, as in its authors' code in Trinity-RFT. It is
+    clipping without importance weights.
 
     1. A is divided by the group's standard deviation, unless --scale_advantage is
        false.
@@ -315,8 +315,8 @@ def sapo(
 ) -> Tensor:
     """Return -4 / tau sigmoid(tau (rho - 1)) A, a smooth form of clipping: [N, T].
 
-    SAPO, arXiv 2511.20347, by AReaL's code. tau is tau_pos if A > 0, else tau_neg. The
-    weight of a token is A at rho = 1 and almost 0 above rho = 10.
+    SAPO, arXiv 2511.20347, as in AReaL's code. tau is tau_pos if A > 0, else tau_neg.
+    The weight of a token is A at rho = 1 and almost 0 above rho = 10.
 
     1. The paper averages over responses. Here the mean is over tokens.
     2. Trinity-RFT multiplies grad log pi_theta by the sigmoid itself, which grows with
@@ -388,9 +388,9 @@ def dppo_tv(
 ) -> Tensor:
     """Return -sg(min(rho, cap)) A log pi_theta, and 0 for far tokens: [N, T].
 
-    DPPO-Binary-TV, arXiv 2602.04879, by verl 0.9.1 (compute_policy_loss_dppo_tv). A
+    DPPO-Binary-TV, arXiv 2602.04879, as in verl 0.9.1 (compute_policy_loss_dppo_tv). A
     token with A > 0 is dropped if pi_theta - pi_b > eps, and one with A < 0 if
-    pi_b - pi_theta > eps: the binary total variation, in the direction of A.
+    pi_b - pi_theta > eps. So the binary total variation is bounded in A's direction.
 
     1. verl's function falls back to a cap of 20, the default here. Its configuration
        sets clip_ratio_c to 3, which replaces that 20, and its example script sets
@@ -413,11 +413,11 @@ def icepop(
 ) -> Tensor:
     """Return -sg(rho) A log pi_theta, and 0 if rho is outside [low, high]: [N, T].
 
-    IcePop, arXiv 2510.18855, with the paper's bounds, by slime (icepop_function) and
+    IcePop, arXiv 2510.18855, with the paper's bounds, as in slime (icepop_function) and
     verl 0.9.1 (rollout_is_threshold "0.5_5.0"). Both keep a rho that equals a bound.
 
-    1. The paper's rho is that of two engines with the same weights, and PPO's clipped
-       loss in pi_theta / pi_before stands beside it. Here rho is pi_theta / pi_b, as in
+    1. The paper's rho is that of two engines with the same weights, and it multiplies
+       PPO's clipped loss in pi_theta / pi_before. Here rho is pi_theta / pi_b, as in
        rLLM. The two agree at the first update on a rollout batch.
     2. Bounds differ: prime-rl has 0.2 and 5, and slime has 0 and 2 until they are set.
     """
@@ -439,8 +439,8 @@ def vespo(
     """Return -sg(w^k exp(lambda (1 - w))) A log pi_theta: [N, T].
 
     w is the product of rho over the tokens of a response. VESPO, arXiv 2602.10693,
-    Appendix I, by its authors' verl recipe and TRL 1.16.0. k_pos and lambda_pos are for
-    A > 0, the other two for A < 0. The weight is 1 at w = 1. It is greatest at
+    Appendix I, as in its authors' verl recipe and TRL 1.16.0. k_pos and lambda_pos are
+    for A > 0, the other two for A < 0. The weight is 1 at w = 1. It is greatest at
     w = k / lambda, which is 2/3 for A > 0 and 3/2 for A < 0.
 
     1. The paper does not clamp log w. Both codes clamp it to [log 1e-8, 20], and so
@@ -468,7 +468,7 @@ def opsm(
 ) -> Tensor:
     """Return GRPO's loss, and 0 for a response with A < 0 that became unlikely: [N, T].
 
-    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, equation 9, by TRL
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, equation 9, as in TRL
     1.16.0 (get_off_policy_mask) and slime (compute_opsm_mask). A response with A < 0 is
     dropped if the mean of log(pi_b / pi_theta) over its tokens exceeds delta.
 

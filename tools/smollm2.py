@@ -40,5 +40,5 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("smollm2.py: give the folder to make: models/SmolLM2-135M-Instruct")
+        sys.exit("smollm2.py: name a new folder, such as models/SmolLM2-135M-Instruct")
     main(sys.argv[1])

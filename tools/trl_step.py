@@ -45,7 +45,7 @@ class TimedTrainer(GRPOTrainer):
         return generated
 
     def log(self, logs: dict[str, Any], *more: Any) -> None:
-        super().log(logs, *more)  # TRL adds its own to these.
+        super().log(logs, *more)  # This adds TRL's own metrics to `logs`.
         if "completions/mean_length" in logs:
             row = {
                 "response_tokens": logs["completions/mean_length"],

@@ -48,11 +48,11 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     logp and logp_behavior, both [..., K], are log-probabilities of the same K tokens,
     in nats. The bucket's probability is 1 minus the sum of theirs. The gradient goes to
     logp, including through the bucket, but not to logp_behavior. If the K tokens hold
-    all of the probability, the bucket holds a rounding error of either sign. It must
-    not cause NaN, even in the gradient, and must change the KL by less than 1e-4. A
-    bucket of 1e-4 counts. A listed token with log pi_theta = -inf adds nothing. One
-    with only log pi_b = -inf makes the KL infinite. tests/test_loss.py checks these two
-    cases, but the grader does not.
+    all of the probability, the bucket holds a rounding error of either sign. This error
+    must not cause NaN, even in the gradient, and must change the KL by less than 1e-4.
+    But a bucket of 1e-4 is no rounding error, and counts. A listed token with
+    log pi_theta = -inf adds nothing. One with only log pi_b = -inf makes the KL
+    infinite. tests/test_loss.py checks these two cases, but the grader does not.
     """
     raise NotImplementedError("part 2, the KL, is not written yet")
 

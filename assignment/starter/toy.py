@@ -1,4 +1,4 @@
-"""Part 3, given: a policy and several ranks that are small enough to see through.
+"""A policy and several ranks for part 3, small enough to understand at a glance.
 
 There is nothing to do in this file, and the grader uses its own copy of it. Example:
 
