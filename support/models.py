@@ -28,7 +28,7 @@ from support.tasks import text_after_answer
 
 # The types of models that policy.py supports, with base_model.layers and a linear head.
 # tests/test_rollout.py compares engine and trainer on each of them. vLLM has no code of
-# its own for those of the last two lines (see rollout.Engine.as_current).
+# its own for those of the last two lines (see Policy.__init__).
 TRAINABLE = """
     llama mistral qwen2 qwen3 gemma gemma3_text phi3 glm4 stablelm nemotron exaone4
     ernie4_5 smollm3 olmo olmo2 olmo3 glm starcoder2 seed_oss ministral hunyuan_v1_dense
