@@ -155,6 +155,8 @@ REWRITES = r"""
 ^\\text\{~*(?:an?|the)~+(?=[a-z]{3}) -> \\text{
 # {15\text{ cm}^2}
 ^\{((?:[^{}]|GROUP)*)\}$ -> \1
+# 10%-15%
+(?<=\d)\\?%(?=-) ->
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
 # 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is no list
@@ -242,8 +244,11 @@ _~*(\w) -> _{\1}
 # 204_5, 204_{(5)}, (204)_5, 1A3_{16}: a numeral becomes a name, equal only to itself
 (?<![\w.}^])\((\d\w*)\)(?=_\{) -> \1
 (?<![\w.}^])(\d(?:[\dA-F]*|[\da-f]*(?=_\{16)))_\{\(?(\d+)\)?\} -> \\text{\1~base~\2}
-# 2024-05-01, 555-1234, (555) 123-4567, 10-15, which are no subtractions; 10 - 3 is one
-FROM(\+?[\d()~]*\d\)?-~?\d[\dX-]*)TO -> \\text{\1}
+# 10--15, which LaTeX prints as 10–15
+FROM(\d[\d.]*)--(?=\d) -> \1-
+# 2024-05-01, 555-1234, (555) 123-4567, 10-15, 1.5-2.5, -5--3, which are not
+# subtractions; 10 - 3 is one
+FROM(\+?[\d()~.]*\d\)?-~?\d[\d.X-]*|-\d+--\d+)TO -> \\text{\1}
 # 05/01/2024, 05/2024, which are no quotients
 FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
                                                                     Arguments

@@ -19,7 +19,7 @@ FAILURES = {
     ),
     r"OfflineMode|find cache for": (
         "HF_HUB_OFFLINE is set, and the cache has no copy that can be used (it cannot "
-        "serve a CSV file with numbers): unset it to download one, or give a folder"
+        "serve a CSV file): unset it to download one, or give a folder"
     ),
     r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
     r"GatedRepo|\b40[13]\b|(Repository|Dataset)NotFound": (
@@ -34,6 +34,14 @@ FAILURES = {
     r"Unknown split|Config name": (
         "only the splits train and test of a dataset's default configuration are read: "
         "save others as train.jsonl and heldout.jsonl in a folder (recipes/README.md)"
+    ),
+    r"column names don't match": (
+        "its files have different columns: download them, and write their rows to a "
+        "JSONL file (recipes/README.md)"
+    ),
+    r"scripts are no longer": (
+        "it is loaded by a program, and a dataset must not run code: try "
+        "owner/name@refs/convert/parquet, the hub's own copy of its rows"
     ),
     r"changed from|Failed to parse string|int too large": (
         "a column has texts in some rows and numbers in others, or an integer of over "

@@ -67,46 +67,60 @@ PROBLEM_COLUMNS = ("prompt", "problem", "question")
 COLUMNS = (*PROBLEM_COLUMNS, "answer", "solution")  # all that are read
 EMPTY = (None, "", [], False)
 # Matches the names of columns that hold a part of the problem. The names are given one
-# per line, the shortest first. Facts about a part, such as num_images or
-# topic_graph_theory, do not match.
+# per line, the shortest first.
 PART_OF_PROBLEM = re.compile(
     r"""(?imx)
+    # Facts about a part are not a part: num_images, has_image, topic_graph_theory,
     ^(?!(?:n|num|has|is|contain|require|need|no|topic|category|subject|domain|skill|tag)
-        s?_|number_of_|.*_(?:count|type|length|size|rate|tried|window|tokens|score|
-        theory|(?:solution|generation|rollout)s?)$)
+        s?_ | number_of_
+    # chart_type, context_length, wrong_rate, wrong_solutions
+    | .*_(?:count|type|length|size|rate|tried|window|tokens|score|theory|
+        (?:solution|generation|rollout)s?)$)
     (?:
-    # choices: Options, answer_choices, mc1_targets, opa, choice1, (A) and (B), 1 and 2
-    .*(?:choice|(?<!ad)option(?!al)|distractor|incorrect|wrong|alternativ(?:es|as)|
-        candidate|opci[oó]n|选项|(?:possible|potential|suggested|false)_?answer).*
-    | mcq?\d?(?:_(?:targets?|answers?)\d?)? | endings?\d? | alternative[_ ]?(?:[a-e]|\d)
-    | (?-i:\W?[A1]\W?\n\W?[B2]\W?) | \W?a\W?\n\W?b\W?\n\W?c\W? | a1\na2
-    | (?:opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)
-    # pictures and other media, perhaps by their id: decoded_image, img_path, visual
+    # Options, answer_choices, wrong_answers; but not adoption_year or optional
+    .*(?:choice|(?<!ad)option(?!al)|distractor|incorrect|wrong|candidate).*
+    # alternatives, alternativas, opciones, 选项 (options), possible_answers
+    | .*(?:alternativ(?:es|as)|opci[oó]n|选项|
+        (?:possible|potential|suggested|false)_?answer).*
+    # mcq, mc1_targets, mc_answer1, endings
+    | mcq?\d?(?:_(?:targets?|answers?)\d?)? | endings?\d?
+    # alternative_b, opa, opt1, ans_1, answer_c
+    | (?:alternative|opt?|ans|answer|sol)[ _-]?(?:[a-e]|\d)
+    # several columns: A and B, (A) and (B), 1 and 2; a, b and c; a1 and a2, o1 and o2
+    | (?-i:\W?[A1]\W?\n\W?[B2]\W?) | \W?a\W?\n\W?b\W?\n\W?c\W? | [ao]1\n[ao]2
+    # pictures and other media: images, decoded_image, img_path, visual, 图 (picture)
     | .*(?:image|img|picture|screenshot|pixel|audio|video).* | (?:.*_)?visuals?
     | (?:.*_|题目?|问题|配|插|附|示意)?图[片像]?(?:[_\d].*)?
-    # drawings and texts that the problem is about: Figure 1, but not geography
+    # drawings and texts: Figure 1, png_path, Context; but not geography or context_id
     | (?!.*_id$)(?:.*[^a-z\n])?
         (?:fig(?:ure)?|photo|pic|diagram|drawing|graph|chart|illustration|plot|jpe?g|
         png|svg|gif|webp|tikz|context|passage|article)s?(?:[^a-z\n].*)?
     | body
     )$"""
 )
-# Matches what is not text in a problem: <image_1>, ![](figure.png), and the turns of a
-# chat with any model, such as <|im_start|>, [INST], or "### Response:" at the end. A
-# factorial such as n![x^n](e^{x/2}) does not match, nor do {"from": 1, "to": 2}. Each
-# repetition ends before what could begin another match, so that long texts are fast.
+# Matches what is not text in a problem: pictures, and the turns of a chat with any
+# model. Each repetition ends before what could begin another match, so that long texts
+# are fast.
 MARKUP = re.compile(
     r"""(?ix)
+    # <image>, <image_1>, <img src="x.png">, <ImageHere>, <video>
     <(?:ima?ge?|video|audio)(?:[^a-z<>][^<>]*|_?(?:here|placeholder|token))?>
+    # ![](x/y) and, after a letter or digit, x![](y.png); but not n![x^n](e^{x/2})
     | (?:(?<![a-z\d)}\]!])!\[[^][]*\]\((?=[^()\s]*[/.])
         |!\[[^][]*\]\((?=https?:|[^()\s]*\.(?:jpe?g|png|gif|svg|webp)\b))[^()]*\)
+    # \includegraphics{x}, [IMAGE: a circle]
     | \\includegraphics | \[ima?ge?\b[^][]*\]
-    | <\|[\w-]{3,}\|> | <｜ | <\w+_of_turn> | \[/?INST\] | <\|turn> | <<SYS>>
+    # <|im_start|>, <｜User｜>, <start_of_turn>, <|turn>, [INST], <<SYS>>
+    | <\|[\w-]{3,}\|> | <｜ | <\w+_of_turn> | <\|turn> | \[/?INST\] | <<SYS>>
+    # <reserved_106>, <extra_id_1>, [|Human|], <role>, </user>
     | <(?:reserved|unused|special|extra_id)_?\d+> | \[\|(?:user|human)\|\]
     | </?(?:role|user|assistant)>
+    # {"role": "user"}, {"from": "human"}; but not {"from": "A"}
     | ['"](?:role|from)['"]\s*:(?=\s*['"](?:human|gpt|system|user|assistant|model)\b)
+    # at the end: "Assistant:", "# Response:" or a line "Response:",
     | (?:(?:\b(?:assistant|ai|bot|gpt)>?|\#[ ]*(?:response|output)
             |\n[^\w\n]*response)\s*:
+    # a heading such as "### Answer" or "## ## Output", and perhaps <think>
         |\n(?=[^\w\n]*\#)[^\w\n]*(?:response|output|answer|solution|assistant)\b)
         \W*(?:<think>\W*)?$
     | </?think>\W*$"""
@@ -115,54 +129,66 @@ MARKUP = re.compile(
 # length comes first, so that the others search only short texts.
 GOLD_FAULTS = {
     rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
-    r"""(?ix)^(?:
-    # nan, pd.NA, \text{N/A}, [deleted], <unk>, #REF!, \square, "Answer: none"
-    \W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.|.*\b(?:answer|solution)\b.*\b)?
-    (?:nan|none|null|nil|n[ ]?[/.][ ]?a|(?-i:NA|na|NaT)|tbd|todo|omitted|deleted|removed
-    |redacted|withheld|missing|unavailable|pending|placeholder|not[ ]?found|not[ ]given
-    |(?<=[<[(])(?:unk|pad|blank|empty)|ref!|value!|div/0!|q\.?e\.?d|[∎□■]
-    |(?<=\\)(?:black)?square|no_?answer|open[ -]ended|sample[ ](?:answer|solution).*
-    # "No answer was found.", "See the proof.", 证明略, "Answers may vary.", -
-    |answers?[ ](?:may|will|can)[ ]vary|(?:there[ ](?:is|was)[ ])?(?:no|not|none)
+    # Markup and a few words may be around these, as in \text{N/A} and "Answer: none".
+    r"""(?ix)^(?: \W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.|.*\b(?:answer|solution)\b.*\b)?
+    # nan, None, null, n.a., N/A, NA; but not Na
+    (?:nan|none|null|nil|n[ ]?[/.][ ]?a|(?-i:NA|na|NaT)
+    # TBD, [deleted], not found, pending
+    |tbd|todo|omitted|deleted|removed|redacted|withheld|missing|unavailable|pending
+    |placeholder|not[ ]?found|not[ ]given|no_?answer
+    # <unk>, and the errors of a spreadsheet: #REF!, #DIV/0!, #NAME?, Err:502
+    |(?<=[<[(])(?:unk|pad|blank|empty) | (?<=\#)[a-z/0]+[!?] | err:\d+
+    # Q.E.D., \square, open-ended, "Sample answer: ...", "Answers may vary."
+    |q\.?e\.?d|[∎□■]|(?<=\\)(?:black)?square|open[ -]ended
+    |sample[ ](?:answer|solution).*|answers?[ ](?:may|will|can)[ ]vary
+    # "No answer was found.", "not provided", "See the proof.", Proof
+    |(?:there[ ](?:is|was)[ ])?(?:no|not|none)
         (?![a-z]).*(?:answer|found|given|provided|available|applicable)
     |see\b(?!-).*|.*\bpro(?:of|ved?|ven)\b.*
-    # 略 says "omitted" at the end of a word, except in 策略 (a strategy) and its like.
+    # 证明略 (the proof is omitted); but not 策略 (a strategy) and its like
     |.*(?:证明|証明|(?<![策战谋忽侵攻])略(?!\w)|见解析|暂无|无答案).*)\W*
+    # -, ?
     |[-—–…?._\s]+)$""": "says that there is no answer",
     r"""(?isx)
-    # ["34"], {answer: 34}, b'34', (34,), [34], [$34$], [true]; but not [\frac{n}{2}]
+    # ["34"], {"34"}, b'34', "34", {answer: 34}, {34: 1}; but not {x: x>2}
     (?<!\^)[\[({]\s*[bru]?['"] | ^[bru]?(['"]).*\1$ | ^\{\s*(?:\w{3,}|\d+)\s*:
-    | ^\[+(?:[^][,;a-z]|\\[a-z]+|true|false|null|none)*\]+$ | ^[(\[].*,\s*[)\]]$
-    # [34, None], [A], 34 ||| 35; but not |||x|-2|-1|
-    | ^[(\[].*\b(?:nan|none|null)\b.*[)\]]$ | ^\[[a-j]\]$ | ^[^|]+(?:\|{3}[^|]+)+$
-    | \w\#{3}\w | \t
-    # np.float64(34.0), deque([34]), Fraction(1, 2), Union(Interval(0, 1), ...); but not
-    # range(f) or Set(1, 2)
+    # [34], [$34$], [true], [A], (34,), [34, None]; but not [1,2] or [\frac{n}{2}]
+    | ^\[+(?:[^][,;a-z]|\\[a-z]+|true|false|null|none)*\]+$ | ^\[[a-j]\]$
+    | ^[(\[].*,\s*[)\]]$ | ^[(\[].*\b(?:nan|none|null)\b.*[)\]]$
+    # 34 ||| 35, 34###35; but not |||x|-2|-1|
+    | ^[^|]+(?:\|{3}[^|]+)+$ | \w\#{3}\w | \t
+    # np.float64(34.0), deque([34]), Fraction(1, 2); but not range(f) or Set(1, 2)
     | ^(?:\w+\.|Union\()*(?-i:
         (?:\w*[Aa]rray|\w*[Mm]atrix|bytes|date\w*|deque|\w*dict\w*|float\d*|list|range|
         \w*set|str|tensor|u?int\d+|[Tt]uple|Counter|Decimal|Float|Fraction|Integer|
         Rational|Union)\(\s*b?[-\d.'"\[({]
+    # Interval(0, 1), Interval.open(0, 1), FiniteSet(x), Eq(x, 34)
         | (?:(?:Finite|Image|Condition)Set|Interval(?:\.\w+)?|Eq(?=.*,))\()
-    # Answer(34), Namespace(x=34), Row(answer=34), <Answer: 34>; but not Log(34),
-    # Prob(X=2) or <12, 5>
+    # Answer(34), Namespace(x=34), Row(answer=34); but not Log(34) or Prob(X=2)
     | ^(?:final_?)?(?:answer
         |(?:output|response|result|solution|value|\w*namespace)
             (?=\((?:\w+=|[-\d'"\[{\\$])))\(.*\)$
     | ^\w{3,}\((?:(?:answer|data|result|solution|text|value)=|\w{3,}=['"]).*\)$
+    # <Answer: 34>, <answer>34</answer>; but not <12, 5>
     | ^<[a-z]\w+[ :].*>$ | ^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
     r"^(?!.*\\begin).*\n": "has several lines and marks no answer by \\boxed{} or ####",
 }
-# {question}, {{ prompt }}, {}, {row['q']}, %s, <problem>, <user_question>, $input, but
-# not \boxed{}, x^{2}, {answer}, or the headings [Task] and 【题目】
+# Matches a place for the problem in an instruction.
 PLACEHOLDER = re.compile(
-    r"(?i)(?<![\w\\{}^])(?<!boxed )\{(?:[{%]|(?!\s*(?:final_?)?answer)"
-    r"\s*[\w.]*(?:\[[^][{}]*\]|\([^(){}]*\))*(?:[!:][\w.]+)?\s*\})|"
-    r"(?<![\d\\])%(?:[dis](?!\w)|\(\w+\))|"
-    r"(?![<\[](?:your )?task)(?:[<\[$|@«‹]+\{?|<%= |\(insert |#(?=\w+#)|\\\{|__|%)"
-    r"(?:(?:insert|your|the|this|user|input|math)[ _])*"
-    r"(?:(?:question|problem|prompt|query|input|task)(?![a-z])|问题|题目)"
+    r"""(?ix)
+    # {question}, {{ prompt }}, {}, {row['q']}; but not \boxed{}, x^{2} or {answer}
+    (?<![\w\\{}^])(?<!boxed[ ])\{
+        (?:[{%] | (?!\s*(?:final_?)?answer)
+            \s*[\w.]*(?:\[[^][{}]*\]|\([^(){}]*\))*(?:[!:][\w.]+)?\s*\})
+    # %s, %d, %(question)s; but not 100% x
+    | (?<![\d\\])%(?:[dis](?!\w)|\(\w+\))
+    # <problem>, [your question], $input, #question#; but not [Task] or 【题目】
+    | (?![<\[](?:your[ ])?task)
+        (?:[<\[$|@«‹]+\{?|<%=[ ]|\(insert[ ]|\#(?=\w+\#)|\\\{|__|%)
+        (?:(?:insert|your|the|this|user|input|math)[ _])*
+        (?:(?:question|problem|prompt|query|input|task)(?![a-z])|问题|题目)"""
 )
 
 
@@ -198,8 +224,9 @@ def task_of(name_or_path: str) -> Task:
     try:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
         task = Task(train, heldout, **fields)
-        (task.instruction or "").encode()  # fails on half a character, as in read_jsonl
-        if found := PLACEHOLDER.search(task.instruction or ""):
+        text = task.instruction or ""
+        text.encode()  # fails on half a character, as in read_jsonl
+        if found := PLACEHOLDER.search(text):
             raise ValueError(
                 f"the instruction has a placeholder, {found[0]!r}: the problem follows "
                 "the instruction and is not put into it"
@@ -237,7 +264,10 @@ def load_task(
     if source is None:
         raise Refused(f"the task {name_or_path!r} has no split {split!r}")
     rows = read_jsonl(source) if isinstance(source, Path) else read_hub(source)
-    problems, bad, unread = [], [], Counter()
+    if not rows:
+        raise Refused(f"{source} has no rows")
+    problems, unread = [], Counter()
+    examples: dict[str, str] = {}  # the first row with each fault
     for number, row in rows.items():
         others = [
             name for name in row if name not in COLUMNS and row[name] not in EMPTY
@@ -245,32 +275,18 @@ def load_task(
         unread.update(others)
         try:
             problems.append(problem_of(row, others, verifier))
-        except ValueError as error:
-            bad.append(f"row {number}: {error}")
-    if not rows:
-        raise Refused(f"{source} has no rows")
-    if bad:
-        note = (
-            f"{len(bad)} of the {len(rows)} rows of {source} cannot be used, the first "
-            f"of them: {'; '.join(bad[:3])}"
-        )
+        except ValueError as fault:
+            examples.setdefault(str(fault), f"row {number}: {fault}")
+    if examples:
+        count = f"{len(rows) - len(problems)} of the {len(rows)} rows of {source}"
+        reasons = f"such as {'; '.join([*examples.values()][:3])}"
         if isinstance(source, Path) or not problems:
-            raise Refused(
-                f"{note}: correct or remove them (prompt, problem or question is read, "
-                "and answer or solution)"
-            )
-        say_once(f"{note}: left out")
+            raise Refused(f"{count} cannot be used: correct or remove them, {reasons}")
+        say_once(f"{count} cannot be used and are left out, {reasons}")
     if unread:
-        counts = ", ".join(f"{column} (in {n})" for column, n in unread.items())
         say_once(
-            f"{source} has {len(rows)} rows, and columns that are not read: {counts}"
-        )
-    golds = [problem["answer"] for problem in problems]
-    dashed = re.search(r"(?m)^\d+-\d+$", "\n".join(golds))
-    if dashed and verifier == "math":
-        say_once(
-            f"{source}: an answer such as {dashed[0]!r} is compared as text: write "
-            "spaces around the minus sign of a difference"
+            f"{source} has {len(rows)} rows, and columns that are not read, here with "
+            f"the number of rows that have them: {dict(unread)}"
         )
     return problems
 
@@ -315,31 +331,28 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
 
     name, split, *configuration = source.split()
     repository, revision = split_revision(name)
+    load = functools.partial(
+        load_dataset, repository, *configuration, split=split, revision=revision
+    )
     try:
-        load = functools.partial(
-            load_dataset, repository, *configuration, split=split, revision=revision
-        )
         rows = load()
+        if rows.info.builder_name == "csv":
+            # Load it again as texts, so that 025 is not 25.
+            texts = Features(dict.fromkeys(rows.features, Value("string")))
+            rows = load(features=texts, keep_default_na=False)
         for column in COLUMNS:
-            feature = rows.features.get(column)
-            if isinstance(feature, Json):
+            if isinstance(rows.features.get(column), Json):
                 raise ValueError(
                     f"its {column} is text in some rows and a number or a list in "
                     'others, and `datasets` changes such values ("025" to 25): '
                     "download the file, and give it as a JSONL file or folder"
                 )
-            is_csv = rows.info.builder_name == "csv"
-            if is_csv and re.search("int|float|bool", str(feature)):
-                # Read texts instead, so that 025 is not 25.
-                texts = Features(dict.fromkeys(rows.features, Value("string")))
-                rows = load(features=texts, keep_default_na=False)
         table = rows.data.to_pylist()  # This does not decode pictures.
     except Exception as error:  # many kinds, from the network's to the file format's
         raise Refused(f"{source} cannot be loaded: {explain(error)}") from None
     # datasets caches what it has read from the hub in a folder named by the commit.
-    commit = Path(rows.cache_files[0]["filename"]).parent.name
-    if re.fullmatch("[0-9a-f]{40}", commit):
-        COMMITS[name] = commit
+    if commit := re.search("/([0-9a-f]{40})/", rows.cache_files[0]["filename"]):
+        COMMITS[name] = commit[1]
     # AMO-Bench marks answers that only a person can judge.
     return {
         number: row
@@ -364,15 +377,15 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
             texts[column] = str(value)
         elif value == value is not None:
             raise ValueError(
-                f"its {column} is not a text but {str(value)[:60]!r}: write a large "
-                "number, the turns of a chat, or a list as one text"
+                f"its {column} is not a text but {str(value)[:60]!r}: write it as a "
+                "text in quotes (of the turns of a chat, only the user's text)"
             )
     prompts = {texts[column].strip() for column in PROBLEM_COLUMNS} - {""}
     if len(prompts) != 1:
         raise ValueError(
             "its prompt, problem and question differ: keep only the whole problem"
             if prompts
-            else f"it has no problem, only {', '.join(row)}"
+            else f"it has no prompt, problem or question, but {[*row]}"
         )
     [prompt] = prompts
     if part := PART_OF_PROBLEM.search("\n".join(sorted(sorted(others), key=len))):
@@ -399,13 +412,13 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     """
     text = texts["answer"] or texts["solution"]
     if not text.strip():
-        raise ValueError("it has no answer")
+        raise ValueError("it has no answer or solution")
     if verifier not in VERIFIERS:
         return text
     marked = final_answer(text).strip()
     # A heading in Markdown, such as "#### Step 1" above other lines, marks no answer.
-    heading = re.match(r"[*_ ]*[^\W\d_]{2}.*\n", text.rpartition("####")[2])
-    if heading and not last_box(text):
+    heading = r"####[*_ ]*[^\W\d_]{2}.*\n(?:(?!####)[\s\S])*$"
+    if re.search(heading, text) and not last_box(text):
         marked = ""
     if not marked and not texts["answer"]:
         raise ValueError(
@@ -480,11 +493,13 @@ def load_split(
         encode_prompt(tokenizer, problem["prompt"], task.instruction)
         for problem in problems
     ]
-    if len({*map(tuple, prompts)}) == 1 < len({*map(repr, problems)}):
+    # Large datasets often have a few problems with two different answers.
+    if len({*map(repr, problems)}) >= 2 * len({*map(repr, prompts)}):
         raise Refused(
-            f"all prompts of {name_or_path} are the same, from "
+            f"most prompts of {name_or_path} have several different answers, such as "
             f"{problems[0]['prompt'][:50]!r}: the problem is in a column that is not "
-            "read, or the model's chat template is not one for texts"
+            "read, it has several rows, or the model's chat template is not one for "
+            "texts"
         )
     fits = [len(prompt) <= room for prompt in prompts]
     if not all(fits):
@@ -534,8 +549,8 @@ def check_texts(
     # A tokenizer of whole words may know every character, but few words.
     for text in dict.fromkeys([*together, *texts[:100]]):
         written = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-        is_written = Counter(normalize("NFKC", written))
-        for character in Counter(normalize("NFKC", text)) - is_written:
+        lost = Counter(normalize("NFKC", text)) - Counter(normalize("NFKC", written))
+        for character in lost:
             if character.isprintable() and character != " ":
                 raise Refused(
                     f"the model's tokenizer cannot represent {character!r} of the "
@@ -578,8 +593,10 @@ def text_after_answer(tokenizer: Any, turns: int) -> str:
     The conversation has two or three turns. The result is "" if there is no chat
     template, or if it does not show an assistant's turn.
     """
-    roles = ["user", "assistant", "user"][:turns]
-    conversation = [{"role": role, "content": f"{role} text"} for role in roles]
+    conversation = [
+        {"role": role, "content": f"{role} text"}
+        for role in ("user", "assistant", "user")[:turns]
+    ]
     # A template may raise any exception, as does a tokenizer without a template.
     with suppress(Exception):
         text = tokenizer.apply_chat_template(conversation, tokenize=False)
