@@ -198,10 +198,14 @@ def command_of(cell: Cell, base: Flags = EMBEDDED_RUN) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = PARTS | SMOLLM2_PARTS
-    parser.add_argument("--part", choices=parts, required=True)
-    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--part", choices=parts, required=True, help="which runs to make"
+    )
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where to write")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--model", default="models/SmolLM2-135M-Instruct", help="SmolLM2's folder"
+    )
     args = parser.parse_args()
     name, base = "embedded", EMBEDDED_RUN
     if args.part in SMOLLM2_PARTS:

@@ -252,7 +252,9 @@ def draw_weights(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=RESULTS, help="where the runs are"
+    )
     folder = parser.parse_args().folder
     path = folder / "embedded.jsonl"
     runs = read_runs(path)

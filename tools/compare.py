@@ -25,7 +25,9 @@ OBJECTIVES = ("p3o", "grpo 0.2", "reinforce")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("runs/compare"))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/compare"), help="where to write"
+    )
     folder = parser.parse_args().folder
     path = folder / "compare.jsonl"
     cells = at_rate(["lag 16"], OBJECTIVES, [0])
