@@ -588,8 +588,8 @@ test_rollout.test_log_pi_b_is_after_temperature_top_p_and_top_k_and_minus_infini
 
 the end of sequence is left out of the mask
 rollout.Engine.as_rollouts
-- < length[:, None]
-+ < length[:, None] - 1
+- all_tokens[:, :, 0] >= 0
++ all_tokens[:, :, 0] > self.tokenizer.eos_token_id
 test_rollout.test_the_end_of_sequence_is_in_the_mask_and_truncated_responses_lack_it
 
 rows and their texts are in different orders
