@@ -114,7 +114,6 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
     rate = 0.02 / policy.model.config.hidden_size
     optimizer.param_groups[0]["lr"] = rate
     with phase(phases, "sync 0"):
-        engine.wake_up()
         sync(engine, policy, 0, [])
     # With this top-k the engine lists all tokens that can be sampled.
     cut = {"top_p": 0.9, "top_k": cfg.top_logprobs}
