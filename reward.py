@@ -95,6 +95,19 @@ def compute_rewards(
     return checked_score(turns, dataset.golds(indices, samples), dataset.verifier)
 
 
+# Matches the first two parameters of a function that does not take responses and golds.
+OTHER_PARAMETERS = re.compile(
+    r"""(?x)
+    # prompts or golds come first: prompts completions, doc results, y_true y_pred
+    ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
+        conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
+    # responses come second and not first: args sample; but not texts expected_outputs
+    | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
+        (?!expect|ref|true|correct|target)
+        \w*(?:completion|response|output|pred|sample|prompt)"""
+)
+
+
 def check_verifier(dataset: Dataset) -> None:
     """Raise Refused if the user's own verifier cannot score two empty responses.
 
@@ -107,15 +120,10 @@ def check_verifier(dataset: Dataset) -> None:
     try:
         function = pkgutil.resolve_name(dataset.verifier)
         first_two = " ".join([*inspect.signature(function).parameters][:2])
-        if re.search(
-            r"^\w*(?:prompt|quer|question|input|data|gold|true|truth|target|label)|"
-            r" (?!expect|ref|true|correct)"
-            r"\w*(?:completion|response|output|prompt|solution_str|pred|sample)",
-            first_two,
-        ):
+        if OTHER_PARAMETERS.search(first_two):
             raise TypeError(f"its parameters begin with {first_two}")
         compute_rewards(dataset, [0], ["", ""])
-    except Exception as error:  # the user's module may raise any
+    except (Exception, SystemExit) as error:  # the user's module may raise any
         raise Refused(
             f"--verifier {dataset.verifier}: {one_line(error)}; give "
             f"{', '.join(VERIFIERS)}, or module:name of a function that takes a list "

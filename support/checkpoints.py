@@ -108,10 +108,13 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
 def check_free(out_dir: str) -> None:
     """Raise Refused if out_dir holds more than the leftovers of a run that failed.
 
-    A run that fails at its start leaves an empty folder, or only its config.json.
+    A run that fails at its start leaves an empty folder, or only its config.json. The
+    user's own files do not matter: a scheduler may log to this folder before the run
+    starts, to R/slurm-7.out or job.o7, and a job script may copy its recipe there.
     """
+    own = r"^\.|\.(?:out|err|log|txt|ya?ml|sh|[eo]\d+)$"
     try:
-        names = os.listdir(out_dir)
+        names = [name for name in os.listdir(out_dir) if not re.search(own, name)]
     except OSError:
         return  # take_folder creates it, or says why it cannot be created.
     if names == ["config.json"]:

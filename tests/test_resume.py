@@ -292,6 +292,12 @@ def test_resume_starts_in_a_folder_in_which_nothing_was_done(tmp_path):
     assert resume_refusal(tmp_path / "missing") == ""
     (tmp_path / "config.json").touch()  # A kill may come before it is written.
     assert resume_refusal(tmp_path) == ""
+    (tmp_path / "config.json").unlink()
+    for log in "slurm-7.out", "train.log", "job.o7", "recipe.yaml", ".nfs07":
+        (tmp_path / log).touch()
+    assert resume_refusal(tmp_path) == ""
+    (tmp_path / "model.safetensors").touch()
+    assert "config.json cannot be read" in resume_refusal(tmp_path)
 
 
 def test_resume_does_not_start_where_a_run_has_ended_without_checkpoints(stored):

@@ -614,9 +614,14 @@ f(answers, golds): return [0.0, 0.5] ->
 f(samples, golds): return [0.0, 0.5] ->
 f(texts, expected_outputs): return [0.0, 0.5] ->
 f(x, references): return [True, False] ->
+f(refined_texts, target_outputs): return [0.0, 0.5] ->
+f(outputs, sample_answers): return [0.0, 0.5] ->
 f(prompts, completions, **others): return [1.0, 1.0] -> begin with prompts completions
 f(data_source, solution_str, ground_truth): return 1.0 -> begin with data_source solut
 f(queries, prompts, labels): return [1.0, 1.0] -> begin with queries prompts
+f(doc, results): return [1.0, 1.0] -> begin with doc results
+f(args, sample): return [1.0, 1.0] -> begin with args sample
+f(reference, hypothesis): return [1.0, 1.0] -> begin with reference hypothesis
 f(golds, responses): return [1.0, 1.0] -> begin with golds responses
 f(y_true, y_pred): return [1.0, 1.0] -> begin with y_true y_pred
 f(completions, *, answer): return [1.0, 1.0] -> takes 1 positional argument but 2 were
@@ -624,6 +629,7 @@ f(response, gold): return 1.0 -> fails on the response '' .*not iterable
 f(texts, golds): return [float(t[0]["x"]) for t in texts] -> the response '' .*out of r
 f(texts, golds): return [-1.0] * len(golds) -> fails .*it gave \[-1.0\], not a number in
 f(texts, golds): return [None] * len(golds) -> fails .*not 'NoneType'
+f(texts, golds): exit("no key") -> no key
 g(texts, golds): return [1.0, 1.0] -> no attribute 'f'
 """
 
