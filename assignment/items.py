@@ -117,10 +117,10 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
             kind = answer["value"]["kind"] if "float64" in item.options else FLOAT64
         except Exception:  # The answer may have any form.
             shown = quoted(f"{answer.get('value')}"[:60])
-            return f"{sentence} {item.function} returned {shown}; expected numbers"
+            return f"{sentence}: {item.function} returned {shown}; expected numbers"
         if kind != FLOAT64:
             shown = quoted(kind)
-            return f"{sentence} {item.function} is a {shown}; expected a {FLOAT64}"
+            return f"{sentence}: {item.function} is a {shown}; expected a {FLOAT64}"
     if len(found) < len(cases):
         return f"{item.function} gave no answer"
     noun = f"your {item.function}"
@@ -133,7 +133,7 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
         tolerance = 1e-4 if "logits" in item.options else 1e-5
         difference = first_difference(item, values, right, tolerance)
         if difference:
-            return f"{sentence} {noun} {difference}{known_mistake(item, cases, found)}"
+            return f"{sentence}: {noun} {difference}{known_mistake(item, cases, found)}"
     return ""
 
 
@@ -230,7 +230,7 @@ def padded_batches(draw: Draw) -> Cases:
         log_ratio = draw.normal(1.0, 3, 6).masked_fill(~mask, padding)
         log_ratio[0, 0] = 0.0
         lengths = listed(mask.sum(dim=1))
-        sentence = f"for responses of {lengths} tokens, with {padding} in the padding,"
+        sentence = f"for responses of {lengths} tokens, with {padding} in the padding"
         yield sentence, [log_ratio, mask]
 
 
@@ -278,7 +278,7 @@ def rewards(draw: Draw) -> Cases:
     yield f"for the rewards {listed(reward)}", [reward]
     yield f"with scale=False, for the rewards {listed(reward)}", [reward, False]
     yield f"for the rewards {digits}", [near]
-    yield "for float32 groups of equal rewards, all but one,", [equal]
+    yield "for float32 groups of equal rewards, all but one", [equal]
 
 
 def variations(draw: Draw) -> Cases:
@@ -295,7 +295,7 @@ def outliers(draw: Draw) -> Cases:
         (9**9, 1e9, 1e10),
     ):
         tokens, ratio = draw.integer(most // 2, most), draw.number(low, high)
-        sentence = f"for {tokens} tokens, one of ratio {ratio:.4g}, the others of 1,"
+        sentence = f"for {tokens} tokens, one of ratio {ratio:.4g}, the others of 1"
         yield sentence, [tokens, ratio]
 
 
@@ -321,16 +321,14 @@ def lists_of_tokens(draw: Draw) -> Cases:
         logp_behavior[0, 0, 0] -= 8
         logp[0, 1, 0] -= 8
         arguments = [logp.requires_grad_(), logp_behavior.requires_grad_()]
-        yield f"over {count} of 9 tokens and the rest,", arguments
+        yield f"over {count} of 9 tokens and the rest", arguments
     small_rest = torch.tensor([[0.6, 0.3995], [0.5, 0.4999]], dtype=F64).log()
     arguments = [each.clone().requires_grad_() for each in small_rest]
-    yield "over two tokens and a rest of 5e-4 and 1e-4,", arguments
+    yield "over two tokens and a rest of 5e-4 and 1e-4", arguments
 
 
 def rounded_lists(draw: Draw) -> Cases:
-    sentence = (
-        "with all 9 tokens in float32, where the rest is rounding of either sign,"
-    )
+    sentence = "with all 9 tokens in float32, where the rest is rounding of either sign"
     logp, logp_behavior = [each.float() for each in draw.policies(32, 9)]
     yield sentence, [logp.requires_grad_(), logp_behavior]
 
@@ -357,7 +355,7 @@ def p3o_batches(draw: Draw, argument: int) -> Cases:
         tensors[argument].requires_grad_()
         sentence = (
             f"for e_B = {e_b:.4g}, log rho = {listed(log_ratio)} in each row and "
-            f"A = {listed(advantage[:, 0])} by row,"
+            f"A = {listed(advantage[:, 0])} by row"
         )
         yield sentence, [*tensors, e_b]
 

@@ -213,12 +213,12 @@ def bapo(
     with A < 0, but it also raises their contribution to this sum, so low rises either
     to its maximum or not at all. B must be a single micro-batch.
 
-    1. `target` is a share of the sum, as in the README of the authors. Their code
-       compares another number with its target: the contribution of A > 0 divided by
-       that of A < 0. Their YAML file sets this target to 1, which is a share of 0.5,
-       and their script sets it to 0.5. On fresh data whose responses are equally long,
-       the share is 0.5 up to rounding, because the advantages of a group add up to 0.
-       Rounding then decides whether the bounds move.
+    1. `target` is a share of the sum, as in the authors' README. The target in their
+       code is a quotient: the contribution of A > 0 divided by that of A < 0. Their
+       YAML file sets this quotient to 1, which is a share of 0.5, and their script sets
+       it to 0.5. On fresh data whose responses are equally long, the share is 0.5 up to
+       rounding, because the advantages of a group add up to 0. Rounding then decides
+       whether the bounds move.
     2. In the paper the target is 0.4, high rises before low, in steps of 0.05 and 0.02,
        and each contribution is multiplied by pi_b. Without that factor 0.4 is nearly
        always reached, and the bounds stay where they start.
