@@ -92,8 +92,8 @@ def main() -> None:
         minibatches = rows_of_rank.chunk(cfg.minibatches)
         updates = []  # the statistics of each update
         for rows in minibatches * cfg.passes:  # a tuple, repeated
-            done = (step - 1) * cfg.passes * cfg.minibatches + len(updates)
-            optimizer.param_groups[0]["lr"] = learning_rate(done, cfg)
+            updates_made = (step - 1) * cfg.passes * cfg.minibatches + len(updates)
+            optimizer.param_groups[0]["lr"] = learning_rate(updates_made, cfg)
             with log.phase("update"):
                 stats = update(policy, optimizer, objective, rollouts, rows, cfg, step)
             updates.append(stats)
@@ -261,7 +261,7 @@ class Run:
         mesh = init_distributed()
         check_same_on_ranks(self.train, self.heldout)
         self.out = make_out_dir(cfg, changed)
-        # The policy comes first: vLLM changes classes of transformers that it uses.
+        # The policy is built first, because vLLM changes classes of transformers.
         self.policy = build_policy(
             cfg.model,
             mesh,
@@ -359,12 +359,13 @@ def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
     )
 
 
-def learning_rate(updates: int, cfg: Config) -> float:
-    """Return the learning rate after so many updates of the run have been made.
+def learning_rate(updates_made: int, cfg: Config) -> float:
+    """Return the learning rate of the run's next update.
 
     It rises over the first warmup_updates and is constant afterwards.
     """
-    return cfg.learning_rate * min(1.0, (updates + 1) / max(1, cfg.warmup_updates))
+    warm_up = min(1.0, (updates_made + 1) / max(1, cfg.warmup_updates))
+    return warm_up * cfg.learning_rate
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:

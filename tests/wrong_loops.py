@@ -293,7 +293,7 @@ test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 the warm-up never ends
 train.learning_rate
-- (updates + 1) / max(1, cfg.warmup_updates)
+- (updates_made + 1) / max(1, cfg.warmup_updates)
 + 1 / max(1, cfg.warmup_updates)
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
