@@ -8,8 +8,8 @@ pass@k is the probability that at least one of k samples is correct (has reward 
 n >= k samples, of which c are correct, it is estimated without bias by 1 - C(n - c, k)
 / C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{config.json,
 results.json, samples.jsonl}. In float32, the default on a CPU, the counts do not depend
-on the number of ranks. A bfloat16 engine rounds differently if the batch size
-differs, which changes single tokens.
+on the number of ranks. In bfloat16 they may, because rounding then depends on
+the batch size and changes single tokens.
 """
 
 from support.command import parse_flags, refuse_wrong_flags, run_script

@@ -43,7 +43,7 @@ class Policy(torch.nn.Module):
     root is called. `forward` uses the head's weight directly, so Policy is the root.
     """
 
-    dtype = torch.float32  # in which FSDP lets it compute
+    dtype = torch.float32  # the dtype in which FSDP makes it compute
 
     def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
@@ -196,8 +196,8 @@ def build_policy(
         # float32 follows it, too.
         torch.set_float32_matmul_precision("high" if dtype == "bfloat16" else "highest")
         if dtype == "float32":
-            # If heads share keys, torch has only the kernel that keeps all scores,
-            # [N, H, L, L]. This makes transformers repeat keys and values instead.
+            # In float32, torch can handle heads that share keys only by keeping all
+            # scores, [N, H, L, L]. So transformers repeats keys and values instead.
             sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature)
     policy.dtype = getattr(torch, dtype)
@@ -276,6 +276,6 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
             f"after the sync of weights {samples.weight_version}, engine and policy "
             f"differ by {distance:.2g} nats per token on fresh samples (for these "
             f"dtypes the limit is {limit}): check that the engine got all weights, "
-            "including a tied head, and that the trainer computes what the model does"
+            "including a tied head, and that trainer and engine compute the same model"
         )
     return distance.item()

@@ -101,7 +101,7 @@ LLM_OPTIONS = {
     # The head is applied in float32, as in Policy.
     "hf_overrides": {"head_dtype": "float32"},
     "distributed_executor_backend": "external_launcher",  # runs in this process
-    # Read the files of transformers. Mistral's repositories also have their own format.
+    # Mistral's repositories also have files in Mistral's own format.
     "config_format": "hf",
     "tokenizer_mode": "hf",
     # vLLM only checks that this share is free; kv_cache_memory_bytes sets the size.
@@ -222,8 +222,8 @@ class Engine:
         # This rank's requests follow those of the ranks before it.
         first = sum(map(len, requests_by_rank[: tp_group.rank_in_group]))
         own = range(first, first + len(prompts))
-        # On CPUs with AMX but without AMX-FP16 (Sapphire Rapids), torch 2.13 gives fp8
-        # products to oneDNN, whose plain loops are 60 times slower than torch's own.
+        # On CPUs with AMX but without AMX-FP16 (Sapphire Rapids), torch 2.13 leaves fp8
+        # matrix products to oneDNN, which is 60 times slower at them than torch itself.
         torch.backends.mkldnn.enabled = self.quantization == "none"
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in all_requests],
@@ -231,7 +231,8 @@ class Engine:
                 SamplingParams(
                     n=n,
                     seed=seed,
-                    # Lists take 2 KB per token, so a rank asks only for its own.
+                    # The log-probabilities take 2 KB per token, so a rank asks for
+                    # those of its own prompts only.
                     logprobs=self.top_logprobs if i in own else None,
                     flat_logprobs=True,
                     detokenize=False,

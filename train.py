@@ -314,10 +314,10 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
     """Build the engine that samples rollouts and the engine that evaluates.
 
     They are one engine, unless rollouts are in fp8. Then a second engine evaluates, in
-    rollout_dtype and without fp8, so that the accuracy is the policy's. vLLM
-    allows only one engine of a process to sleep, so the second one stays awake. In vLLM
-    the two share a table of positions, so the second may sample only while the first is
-    awake.
+    rollout_dtype and without fp8, so that the accuracy is the policy's. vLLM allows
+    only one engine of a process to sleep, so the second one stays awake. But it may
+    sample only while the first is awake, because vLLM keeps one table of rotary
+    embeddings for both, in memory that the first lends out while it sleeps.
     """
     build = partial(
         Engine,
@@ -411,9 +411,9 @@ def micro_batches(
 def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU if activations are too large.
 
-    For each token, the layers keep about two numbers per weight and element of a hidden
-    state. On a CPU smaller micro-batches are as fast, except that all but the last one
-    need a second forward pass.
+    For each token, the layers keep about 2 * weights / hidden_size numbers for the
+    backward pass. On a CPU smaller micro-batches are as fast, except that all but the
+    last one need a second forward pass.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens
@@ -451,9 +451,10 @@ def apply_gradient(
     if not math.isfinite(e_b + grad_norm):
         raise FloatingPointError(
             f"step {step}: e_B is {e_b:.2g} and the norm of the gradient is "
-            f"{grad_norm:.2g}, but both have to be finite (ess_min of the steps before "
-            "shows where it began): lower learning_rate or raise warmup_updates, and "
-            "continue with --resume or, without a checkpoint, start in a new out_dir"
+            f"{grad_norm:.2g}, but both have to be finite (ess_min of earlier steps "
+            "shows where the trouble began): lower learning_rate or raise "
+            "warmup_updates, and continue with --resume or, without a checkpoint, "
+            "start again in a new out_dir"
         )
     optimizer.step()
     optimizer.zero_grad()
