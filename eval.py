@@ -200,9 +200,9 @@ def main() -> None:
             write_samples(out, task, split, results)
     if is_first:
         estimates = estimate(correct, cfg.samples)
-        content = {"pass@k": estimates, "correct": correct}
         path = out / "results.json"
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        results = {"pass@k": estimates, "correct": correct}
+        path.write_text(json.dumps(results, indent=1))
         for task, by_k in estimates.items():
             for k, passed in by_k.items():
                 low, high = passed["interval"]

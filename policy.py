@@ -75,9 +75,8 @@ class Policy(torch.nn.Module):
         )
         row, t = rollouts.mask.nonzero(as_tuple=True)  # [M] each, for M response tokens
         position = rollouts.prompt_length[row] + t  # [M]
-        # A token is predicted at the position before it.
-        predicting = index[row, position - 1]
-        hidden = embedding(predicting, output.last_hidden_state[0])  # [M, D]
+        # [M, D]. A token is predicted at the position before it.
+        hidden = embedding(index[row, position - 1], output.last_hidden_state[0])
         sampled_token = rollouts.tokens[row, position][:, None]  # [M, 1]
         # [M, 1 + K]
         tokens = torch.cat([sampled_token, rollouts.top_tokens[row, t]], dim=1)

@@ -218,7 +218,7 @@ class Engine:
         dist.all_gather_object(
             requests_by_rank, list(zip(prompts, seeds, strict=True)), tp_group.cpu_group
         )
-        all_requests = [request for rank in requests_by_rank for request in rank]
+        all_requests = sum(requests_by_rank, [])
         # This rank's requests follow those of the ranks before it.
         first = sum(map(len, requests_by_rank[: tp_group.rank_in_group]))
         own = range(first, first + len(prompts))

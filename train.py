@@ -364,8 +364,8 @@ def learning_rate(updates_made: int, cfg: Config) -> float:
 
     It rises over the first warmup_updates and is constant afterwards.
     """
-    warm_up = min(1.0, (updates_made + 1) / max(1, cfg.warmup_updates))
-    return warm_up * cfg.learning_rate
+    warm_up = (updates_made + 1) / max(1, cfg.warmup_updates)
+    return min(1.0, warm_up) * cfg.learning_rate
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
@@ -418,7 +418,7 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens
     layers = policy.model.base_model.layers
-    weights = sum(weight.numel() for weight in layers.parameters())
+    weights = sum(map(torch.numel, layers.parameters()))
     limit = MAX_ACTIVATIONS * policy.model.config.hidden_size // (2 * weights)
     return min(cfg.micro_batch_tokens, limit)
 
