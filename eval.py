@@ -145,7 +145,7 @@ def load_benchmarks(cfg: EvalConfig) -> dict[str, Dataset]:
     Raises Refused if the model or a task cannot be used.
     """
     check_free(cfg.out_dir)
-    tokenizer, config = check_model(cfg.model, cfg.rollout_tp)
+    tokenizer, context_length = check_model(cfg.model, cfg.rollout_tp)
     benchmarks = {}
     for task in cfg.task:
         benchmarks[task] = load_split(
@@ -153,7 +153,7 @@ def load_benchmarks(cfg: EvalConfig) -> dict[str, Dataset]:
             tokenizer,
             cfg.split,
             limit=cfg.limit,
-            room=config.max_position_embeddings - cfg.max_response_tokens,
+            room=context_length - cfg.max_response_tokens,
             drop_long=cfg.drop_long,
             verifier=cfg.verifier,
         )

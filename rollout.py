@@ -172,11 +172,10 @@ class Engine:
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
         except (ValueError, RuntimeError) as error:
-            # The sentences after the first advise on vLLM's own options.
-            reason, *_ = one_line(error).split(". ")
             raise Refused(
                 f"vLLM cannot build an engine for {model} with kv_cache_gb "
-                f"{kv_cache_gb}: {reason} (nvidia-smi shows what else uses a GPU)"
+                f"{kv_cache_gb}: {one_line(error)} (nvidia-smi shows what else uses a "
+                "GPU)"
             ) from error
         vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self.top_logprobs = min(top_logprobs, vocabulary)

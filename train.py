@@ -255,12 +255,12 @@ class Run:
         The checks come first, so that a mistake raises Refused before anything slow is
         built. A collective.
         """
-        changed = check_out_dir(cfg)
+        check_out_dir(cfg)
         tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
 
         mesh = init_distributed()
         check_same_on_ranks(self.train, self.heldout)
-        self.out = make_out_dir(cfg, changed)
+        self.out = make_out_dir(cfg)
         # The policy is built first, because vLLM changes classes of transformers.
         self.policy = build_policy(
             cfg.model,
@@ -275,14 +275,13 @@ class Run:
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # The step of the newest checkpoint (0 without one), the metrics of this step
-        # (with its evaluation if that was logged), the rollout batches that had been
-        # sampled ahead, and the rows that had been logged.
-        self.step, self.metrics, queue, rows = load_checkpoint(
+        # The step of the newest checkpoint (0 without one), its metrics (with an
+        # evaluation if that was logged), and the rollout batches sampled ahead.
+        self.step, self.metrics, queue = load_checkpoint(
             self.out, self.policy, self.optimizer
         )
         self.queue = deque(Rollouts(**fields) for fields in queue)
-        self.log = Log(self.out, tokenizer, cfg.group_size, cfg.steps, self.train, rows)
+        self.log = Log(self.out, tokenizer, cfg.group_size, cfg.steps, self.train)
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
@@ -292,8 +291,8 @@ def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
     which the engine needs room. Raises Refused if the model or the task cannot be used,
     if a prompt is too long and may not be dropped, or if no prompt is left.
     """
-    tokenizer, config = check_model(cfg.model, cfg.rollout_tp, to_train=True)
-    room = config.max_position_embeddings - cfg.max_response_tokens
+    tokenizer, context_length = check_model(cfg.model, cfg.rollout_tp, to_train=True)
+    room = context_length - cfg.max_response_tokens
     if cfg.max_prompt_tokens:
         room = min(room, cfg.max_prompt_tokens)
     load = partial(

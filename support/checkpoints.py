@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,6 @@ from support.hub import COMMITS
 from support.log import ROW_FILES, append_row
 from support.models import COMPANIONS
 
-NFS_SECONDS = 60  # for how long NFS may hide a new folder from another node
 CHECKPOINTS_OF_A_RUN = 2  # Only the newest are kept.
 
 
@@ -48,10 +48,9 @@ def checkpoints(out: Path) -> dict[int, Path]:
     }
 
 
-def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that a resumed run changes, as (old, new) values.
+def check_out_dir(cfg: Config) -> None:
+    """Raise Refused if out_dir is taken, or if --resume cannot continue its run.
 
-    Raises Refused if out_dir is taken, or if --resume cannot continue the run in it.
     Without a checkpoint --resume starts the run, so that one command serves the first
     start and all later ones. It also restarts a run that was killed before its first
     checkpoint, but overwrites nothing of a run with another configuration. After this
@@ -62,7 +61,7 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
         raise Refused("--resume: give the folder of the run as --out_dir")
     try:
         check_free(cfg.out_dir)
-        return {}
+        return
     except Refused:
         if not cfg.resume:
             raise
@@ -91,18 +90,13 @@ def check_out_dir(cfg: Config) -> dict[str, tuple[Any, Any]]:
     # no difference to a run that takes no further step.
     if cfg.lag == 0 or cfg.steps == done:
         allowed = allowed | {"steps"}
-    changed = {}
     for name, new in config_of(cfg).items():
         old = stored.get(name)
-        if old == new:
-            continue
-        if name not in allowed:
+        if old != new and name not in allowed:
             raise Refused(
                 f"--resume: {name} was {old!r} in {out} and is {new!r}; keep the old "
                 "value, or choose another out_dir"
             )
-        changed[name] = old, new
-    return changed
 
 
 def check_free(out_dir: str) -> None:
@@ -141,17 +135,17 @@ def config_of(cfg: Flags) -> dict[str, Any]:
         "commits": COMMITS,
         "environment": {
             name: value
-            for name, value in sorted(os.environ.items())
+            for name, value in os.environ.items()
             if re.match(libraries, name)
         },
     }
 
 
-def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
+def make_out_dir(cfg: Config) -> Path:
     """Create the run's folder and print what starts or continues. A collective.
 
-    `changed` is what check_out_dir returns. Raises Refused if this node does not see
-    the folder.
+    The configuration with which a run continues is added to resumes.jsonl. Raises
+    Refused if this node does not see the folder.
     """
     # Rank 0 chooses the name, because it contains the time.
     names = [cfg.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")]
@@ -165,7 +159,7 @@ def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
         if done := max(checkpoints(out), default=0):
-            append_row(out / "resumes.jsonl", {"step": done, "changed": changed})
+            append_row(out / "resumes.jsonl", {"step": done, **config_of(cfg)})
             print(f"{out}: continues after step {done}")
         print(
             "e_B is 1 if the policy itself sampled the batch, and falls as policy and "
@@ -173,39 +167,36 @@ def make_out_dir(cfg: Config, changed: dict[str, tuple[Any, Any]]) -> Path:
             "of a response"
         )
     dist.barrier()
-    for _ in range(NFS_SECONDS):
-        if out.exists():
-            return out
-        time.sleep(1)
-    raise Refused(
-        f"out_dir {out} is not on {socket.gethostname()}: give a folder on a file "
-        "system that all nodes share"
-    )
+    # NFS may hide a new folder from this node until the node tries to create it, too.
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "config.json").exists():
+        raise Refused(
+            f"out_dir {out} of {socket.gethostname()} is not that of the first rank: "
+            "give a folder on a file system that all nodes share"
+        )
+    return out
 
 
 def take_folder(out: Path, cfg: Flags) -> None:
     """Create out_dir with its config.json, and lock it until this process ends.
 
-    A run with checkpoints keeps its config.json. Raises Refused if the folder cannot be
-    created or another run holds the lock.
+    A run with checkpoints keeps its config.json. Raises Refused if another run holds
+    the lock, and OSError if the folder cannot be created.
     """
+    out.mkdir(parents=True, exist_ok=True)
+    file = os.open(out / "config.json", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = os.open(out / "config.json", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(f"out_dir {out}: another run is using it") from None
-        except OSError:
-            pass  # Some file systems have no locks.
-        if not checkpoints(out):
-            for name in ROW_FILES:
-                (out / name).unlink(missing_ok=True)
-            # If the file were opened a second time, closing it would end the lock.
-            os.truncate(file, 0)
-            os.write(file, json.dumps(config_of(cfg), indent=1).encode())
-    except OSError as error:
-        raise Refused(f"out_dir {out} cannot be used: {error}") from None
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused(f"out_dir {out}: another run is using it") from None
+    except OSError:
+        pass  # Some file systems have no locks.
+    if not checkpoints(out):
+        for name in ROW_FILES:
+            (out / name).unlink(missing_ok=True)
+        # If the file were opened a second time, closing it would end the lock.
+        os.truncate(file, 0)
+        os.write(file, json.dumps(config_of(cfg), indent=1).encode())
 
 
 @contextmanager
@@ -230,7 +221,7 @@ def publish(folder: Path) -> Iterator[Path]:
             unfinished.rename(folder)
     except (CheckpointException, Exception) as error:  # libraries raise many types
         raise Stopped(
-            f"{folder} cannot be written: {last_line(error)}; free space if its disk "
+            f"{folder} cannot be written: {reason_of(error)}; free space if its disk "
             "is full, and --resume continues from the newest checkpoint"
         ) from error
 
@@ -268,48 +259,49 @@ def save_checkpoint(
 
 def load_checkpoint(
     out: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, dict[str, Any], list[dict[str, Any]], dict[str, str]]:
-    """Restore policy and optimizer in place, from the newest complete checkpoint.
+) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """Restore policy, optimizer and logged rows from the newest complete checkpoint.
 
-    Returns its step, the metrics of that step, the fields of the rollouts that no step
-    has used, and, on rank 0, the rows that metrics.jsonl and samples.jsonl had before
-    that step. A run resumed at lag 4 continues with the batches that it had sampled
-    ahead. Without a checkpoint, the step is 0, and no rollouts and rows are returned.
-    Raises Refused if the checkpoint cannot be read. A collective.
+    metrics.jsonl and samples.jsonl get the rows that they had before its step. Returns
+    this step, its metrics, and the fields of the rollouts that no step has used: a run
+    resumed at lag 4 continues with the batches that it had sampled ahead. Without a
+    checkpoint, the step is 0, and nothing is restored. Raises Refused if the checkpoint
+    cannot be read. A collective.
     """
     newest = [max(checkpoints(out).items(), default=(0, out))]
     dist.broadcast_object_list(newest)
     [(step, checkpoint)] = newest
     if step == 0:
-        return 0, {"step": 0}, [], {}
-    rank = dist.get_rank()
+        return 0, {"step": 0}, []
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
     try:
         dcp.load(state, checkpoint_id=checkpoint)
-        own = torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)
+        file = checkpoint / f"rank-{dist.get_rank()}.pt"
+        ZipFile(file).close()  # torch.load takes a file of zeros for an old format.
+        own = torch.load(file, weights_only=True)
         # The step's row in the log is written after the checkpoint. If the log has this
         # row, it may have an evaluation, which is kept.
-        log = out / "metrics.jsonl"
-        text = log.read_text(errors="replace") if log.is_file() else ""
-        if row := re.search(rf'^{{"step": {step}, .*}}$', text, re.MULTILINE):
-            with suppress(ValueError):  # A kill may have damaged it.
-                own["metrics"] |= json.loads(row[0])
+        with suppress(OSError, ValueError):  # The log may be missing or damaged.
+            log = (out / "metrics.jsonl").read_text(errors="replace")
+            for row in re.findall(rf'^{{"step": {step}, .*}}$', log, re.MULTILINE):
+                own["metrics"] |= json.loads(row)
     except (CheckpointException, Exception) as error:  # torch raises many types.
         raise Refused(
-            f"--resume: {checkpoint} cannot be read: {last_line(error)}; move it away "
+            f"--resume: {checkpoint} cannot be read: {reason_of(error)}; move it away "
             "to continue from the one before"
         ) from error
     set_state_dict(policy, optimizer, **state)
-    return step, own["metrics"], own["queue"], own.get("rows", {})
+    for name, text in own.get("rows", {}).items():  # Only rank 0 has rows.
+        (out / name).write_text(text)
+    return step, own["metrics"], own["queue"]
 
 
-def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, which gives the reason.
-
-    In a CheckpointException, the lines before it are the tracebacks of the ranks.
-    """
-    return (str(error).strip() or repr(error)).splitlines()[-1]
+def reason_of(error: BaseException) -> str:
+    """Return an error's first sentence; a CheckpointException holds those of ranks."""
+    for cause, _ in getattr(error, "failures", {}).values():
+        error = cause
+    return one_line(error)
 
 
 def save_model(
@@ -334,6 +326,3 @@ def save_model(
                 for file in Path(model.name_or_path).glob(pattern):
                     if file.is_file():
                         shutil.copyfile(file, unfinished / file.name)
-            # Only their owner may read these files yet.
-            for file in unfinished.glob("*.safetensors"):
-                shutil.copymode(unfinished / "config.json", file)

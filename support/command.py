@@ -49,7 +49,8 @@ Kind = TypeVar("Kind", bound=Flags)
 def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
     """Return the configuration that a command line asks for (default: sys.argv).
 
-    Raises Refused if a flag or key is unknown or a field does not accept its value.
+    Raises Refused if a flag or key is unknown, if a field does not accept its value, or
+    if fields contradict each other.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
@@ -62,9 +63,7 @@ def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
     except ValidationError as error:
         complaint = error.errors()[0]
         name = ".".join(map(str, complaint["loc"]))
-        value = f"{name} is {complaint['input']!r}: " if name else ""
-        reason = complaint["msg"].removeprefix("Value error, ")
-        raise Refused(f"{value}{reason}") from None
+        raise Refused(f"{name} is {complaint['input']!r}: {complaint['msg']}") from None
     except SettingsError as error:
         raise Refused(f"{error} (--help lists the flags)") from None
 
@@ -77,7 +76,7 @@ def refuse_wrong_flags(kind: type[Flags]) -> None:
     try:
         parse_flags(kind)
     except Refused as error:
-        sys.exit(f"{script_name()}: {error}")
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 def read_recipe(path: str) -> dict[str, Any]:
@@ -101,16 +100,13 @@ def read_recipe(path: str) -> dict[str, Any]:
     return {str(name): value for name, value in fields.items() if name not in own}
 
 
-def one_line(error: Exception) -> str:
-    """Return an error's message on one line, with its type if it is a single word."""
-    text = " ".join(str(error).split())
-    return text if " " in text else repr(error)
+def one_line(error: BaseException) -> str:
+    """Return the first sentence of an error's message, on one line.
 
-
-def script_name() -> str:
-    """Return the name of the running script, with the rank if that is not 0."""
-    rank = os.environ.get("RANK", "0")
-    return Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
+    If it is a single word, as in KeyError('x'), the type of the error is added.
+    """
+    sentence, *_ = " ".join(str(error).split()).split(". ")
+    return sentence if " " in sentence else repr(error)
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -121,15 +117,16 @@ def run_script(main: Callable[[], None]) -> None:
     one, until torchrun ends them all. CUDA's memory pools may also abort during it.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
+    script = Path(sys.argv[0]).name
     status = 1
     try:
         main()
         status = 0
     except (Refused, Stopped, FloatingPointError, OSError) as error:
-        print(f"{script_name()}: {error}", file=sys.stderr)
+        print(f"{script}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(
-            f"{script_name()}: interrupted; the same command with --resume and the "
+            f"{script}: interrupted; the same command with --resume and the "
             "run's folder (its first line names it) as --out_dir continues a run of "
             "train.py from its newest checkpoint",
             file=sys.stderr,

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from support.command import Flags
+from support.command import Flags, Refused
 
 # Fields that a resumed run may change because they do not affect what it learns. The
 # field steps is not one of them: with a lag, the last steps sample no batches, so a
@@ -165,14 +165,14 @@ class Config(SharedConfig):
         """Refuse fields that contradict each other; replace "auto" for this machine."""
         world = int(os.environ.get("WORLD_SIZE", 1))
         if self.prompts_per_step % (world * self.minibatches):
-            raise ValueError(
+            raise Refused(
                 f"prompts_per_step is {self.prompts_per_step}: give a multiple of "
                 f"{world * self.minibatches}, so that each of the {world} ranks has "
                 f"equally many prompts in each of the {self.minibatches} minibatches"
             )
         is_fp8 = self.rollout_quantization != "none"
         if is_fp8 and self.rollout_dtype in ("float32", "float16"):
-            raise ValueError(
+            raise Refused(
                 f"rollout_dtype is {self.rollout_dtype}: fp8 rollouts need bfloat16"
             )
         # Imported here, because it imports torch, which takes seconds.
@@ -211,7 +211,7 @@ class EvalConfig(SharedConfig):
     def check_and_settle(self) -> Self:
         """Refuse fields that contradict each other; replace "auto" for this machine."""
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
+            raise Refused(
                 f"samples is {self.samples} and temperature 0: greedy samples are all "
                 "equal"
             )

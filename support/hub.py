@@ -75,6 +75,5 @@ def explain(error: BaseException) -> str:
     for pattern, meaning in FAILURES.items():
         for each in reversed(chain):
             if re.search(pattern, f"{type(each)} {each}"):
-                reason, *_ = one_line(each).split(" For more information check")
-                return f"{meaning} ({reason})"
+                return f"{meaning} ({one_line(each)})"
     return one_line(error)

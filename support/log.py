@@ -37,15 +37,14 @@ those of rank 0. With a lag, the first step samples several batches and the last
 sample none. If the policy was evaluated, the line also has heldout_pass@1 (sampled at
 policy_temperature) and heldout_greedy. Both evaluate the policy, never an fp8 copy.
 
-The seconds in a printed line are those of the whole step, including its checks, its
-checkpoint and its evaluation. The time left assumes that the remaining steps take as
-long as the mean step so far.
+The seconds in a printed line are those of the four phases together. The time left
+assumes that each remaining step takes as long; checkpoints and evaluations come on top.
 """
 
 import json
 import resource
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +52,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -74,12 +72,7 @@ class Log:
     group_size: int
     steps: int  # of the whole run
     dataset: Dataset  # the problems trained on
-    # The rows before the checkpoint of a resumed run, by file. `write` restores them.
-    rows: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.ends: list[float] = []  # when each line was written
+    seconds: Counter[str] = field(default_factory=Counter)  # of the phases of a step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -125,25 +118,23 @@ class Log:
         """
         if dist.get_rank() > 0:
             return
-        # The log is restored only here, so that a resume that fails earlier changes
-        # nothing.
-        for name, text in self.rows.items():
-            (self.out / name).write_text(text)
-        self.rows = {}
         step = metrics["step"]
         append_row(self.out / "metrics.jsonl", metrics)
         line = f"step {step:4d}"
         if step > 0:
-            line += f"  reward {metrics['reward']:.3f}  e_B {metrics['ess']:.4f}"
-            line += f"  KL {metrics['mismatch_kl']:.1e}"
-            line += f"  tokens {metrics['response_tokens']:.1f}"
-        self.ends.append(time.perf_counter())
-        if seconds := np.diff(self.ends).tolist():  # of the steps since this start
-            left = timedelta(seconds=round(np.mean(seconds) * (self.steps - step)))
-            line += f"  {seconds[-1]:.1f} s  {left} left"
+            seconds = sum(metrics[f"{phase}_seconds"] for phase in PHASES)
+            left = timedelta(seconds=round(seconds * (self.steps - step)))
+            line += (
+                f"  reward {metrics['reward']:.3f}  e_B {metrics['ess']:.4f}"
+                f"  KL {metrics['mismatch_kl']:.1e}"
+                f"  tokens {metrics['response_tokens']:.1f}"
+                f"  {seconds:.1f} s  {left} left"
+            )
         if "heldout_greedy" in metrics:
-            line += f"  held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,"
-            line += f"  {metrics['heldout_greedy']:.3f} greedy"
+            line += (
+                f"  held-out pass@1 {metrics['heldout_pass@1']:.3f} sampled,"
+                f"  {metrics['heldout_greedy']:.3f} greedy"
+            )
         print(line)
         if step == 1 and metrics["groups_with_signal"] == 0:
             print(
@@ -174,13 +165,11 @@ class Log:
         """Print the final table and draw curves.png from metrics.jsonl, on rank 0."""
         if dist.get_rank() > 0:
             return
-        from pandas import DataFrame  # datasets requires pandas; it takes a second.
+        from pandas import read_json  # datasets requires pandas; it takes a second.
 
-        rows = DataFrame(map(json.loads, open(self.out / "metrics.jsonl")))
-        print(f"\n{'':24}  before   after")
-        for name in ("pass@1", "greedy"):
-            accuracy = rows[f"heldout_{name}"].dropna().tolist()
-            print(f"{'held-out ' + name:24}{accuracy[0]:8.3f}{accuracy[-1]:8.3f}")
+        rows = read_json(self.out / "metrics.jsonl", lines=True).set_index("step")
+        accuracy = rows[["heldout_pass@1", "heldout_greedy"]].dropna()
+        print(f"\n{accuracy.iloc[[0, -1]].round(3)}")  # before and after training
         draw_curves(rows).savefig(self.out / "curves.png", dpi=120)
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 
@@ -207,21 +196,20 @@ def peak_memory_gb() -> float:
 def draw_curves(rows: Any) -> Any:
     """Return a figure of accuracy, reward, 1 - e_B beside the KL, and entropy, by step.
 
-    `rows` is a pandas.DataFrame with the rows of metrics.jsonl.
+    `rows` is a pandas.DataFrame with the rows of metrics.jsonl, indexed by step.
     """
     from matplotlib.figure import Figure
 
     rows["1 - ess"] = 1 - rows["ess"]  # the weight of the KL
     figure = Figure(figsize=(15, 3.2), layout="constrained")
-    axes = figure.subplots(1, 4)
     panels = (
         ["heldout_pass@1", "heldout_greedy"],
         ["reward"],
         ["1 - ess", "mismatch_kl"],
         ["entropy"],
     )
-    for axis, names in zip(axes, panels, strict=True):
-        rows[["step", *names]].dropna().plot("step", ax=axis, style=".-")
-    axes[0].set(ylim=(0, 1.02))
-    axes[2].set(yscale="log")
+    for axis, names in zip(figure.subplots(1, 4), panels, strict=True):
+        rows[names].dropna().plot(ax=axis, style=".-")
+    figure.axes[0].set(ylim=(0, 1.02))
+    figure.axes[2].set(yscale="log")
     return figure

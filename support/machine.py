@@ -44,13 +44,12 @@ def init_distributed() -> dist.DeviceMesh:
     several ranks were started by a launcher other than torchrun, or if another node
     could not reach this one.
     """
-    missing = [name for name in SINGLE_RANK if name not in os.environ]
-    if missing:
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # not started by torchrun
         for name in PROCESS_COUNTS:
             # Without a rank, each process would train a model of its own.
             if os.environ.get(name, "1") != "1":
                 raise Refused(
-                    f"{name} is {os.environ[name]}, but {', '.join(missing)} not set: "
+                    f"{name} is {os.environ[name]}, but LOCAL_WORLD_SIZE is not set: "
                     "start the ranks with torchrun (on each node, with --nnodes and "
                     f"--node-rank), or unset {name} for one rank"
                 )

@@ -10,6 +10,7 @@ small one.
 import functools
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def model_folder(model: str) -> str:
     return folder
 
 
-def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, Any]:
-    """Return the tokenizer and the text part of the config of a model.
+def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, int]:
+    """Return a model's tokenizer and its context length, in tokens.
 
     Raises Refused if there is no such model, if its weights do not belong to its
     config.json, if engines of `tp` ranks cannot divide the ranks of a node or the
@@ -115,15 +116,15 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
         # A model folder is data: code that comes with it is never run.
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = load_tokenizer(folder)
+        text_config = config.get_text_config()  # differs if the model also reads images
+        context_length = text_config.max_position_embeddings  # BLOOM has no limit.
     except Exception as error:  # tokenizers has its own exceptions
-        reason, *_ = one_line(error).split(". ")
         raise Refused(
-            f"{model} is not a model that can be read: {reason}; an adapter (LoRA) has "
-            "to be merged into its model first, and a run has model/ only after its "
-            "last step (to write it from the newest checkpoint, of step N, repeat the "
-            "run's command with --resume --steps N)"
+            f"{model} is not a model that can be read: {one_line(error)}; an adapter "
+            "(LoRA) has to be merged into its model first, and a run has model/ only "
+            "after its last step (to write it from the newest checkpoint, of step N, "
+            "repeat the run's command with --resume --steps N)"
         ) from None
-    text_config = config.get_text_config()  # differs if the model also reads images
     if to_train:
         check_trainable(model, config)
     check_heads(model, text_config, tp)
@@ -140,7 +141,7 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
             "add embeddings"
         )
     check_weights(model, folder, config)
-    return tokenizer, text_config
+    return tokenizer, context_length
 
 
 def load_tokenizer(folder: str) -> Any:
@@ -193,12 +194,6 @@ def check_heads(model: str, config: Any, tp: int) -> None:
         raise Refused(
             f"rollout_tp is {tp}: it has to divide the {ranks_of_node} ranks of a node"
         )
-    for name in ("num_attention_heads", "max_position_embeddings"):
-        if not hasattr(config, name):
-            raise Refused(
-                f"{model} is of type {config.model_type}, whose config has no {name}: "
-                "give a model of another type"
-            )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     # Each rank has several key heads, or several ranks share one.
@@ -222,34 +217,34 @@ def check_weights(model: str, folder: str, config: Any) -> None:
     at the sync, in the engine. For types that are not in TRAINABLE and for quantized
     models, whose weights may have other names, the files only have to be readable.
     """
-    # This hook gets each file's weights, mapped into memory and not yet read.
     stored: dict[str, torch.Tensor] = {}
-    reader = torch.nn.Module()
-    reader.register_load_state_dict_pre_hook(lambda _, file, *__: stored.update(file))
-    is_quantized = getattr(config, "quantization_config", None)
     try:
-        load_torch_model(reader, folder)
+        is_quantized = getattr(config, "quantization_config", None)
         if config.model_type not in TRAINABLE or is_quantized:
+            load_torch_model(torch.nn.Module(), folder)
             return
-        with torch.device("meta"):  # takes no memory
+        with torch.device("meta"):  # takes no memory, and nothing can be copied to it
             built = AutoModelForCausalLM.from_config(config)
+        # This hook gets each file's weights, mapped into memory and not yet read.
+        built.register_load_state_dict_pre_hook(
+            lambda _, file, *__: stored.update(file)
+        )
+        with warnings.catch_warnings(action="ignore"):  # of what is not copied
+            missing, unexpected = load_torch_model(built, folder)
     except Exception as error:  # safetensors has its own exceptions
-        reason, *_ = one_line(error).split(". ")
         raise Refused(
-            f"{model}: its weights or its config.json cannot be read: {reason}; it "
-            "needs one complete model.safetensors, or shards and their index (`git "
-            "lfs pull` replaces pointers, and save_pretrained converts .bin files), "
-            "and the config.json that belongs to them"
+            f"{model}: its weights cannot be read or do not fit its config.json: "
+            f"{one_line(error)}; it needs one complete model.safetensors, or shards "
+            "and their index (`git lfs pull` replaces pointers, and save_pretrained "
+            "converts .bin files), and the config.json that belongs to them"
         ) from None
-    expected = {(name, *weight.shape) for name, weight in built.state_dict().items()}
-    found = {(name, *weight.shape) for name, weight in stored.items()}
     embedding_of = built.all_tied_weights_keys  # by the name of the tied head
-    for name, *shape in sorted(expected ^ found):
-        if name not in embedding_of and not name.endswith(COMPUTED):
-            only = "config.json" if (name, *shape) in expected else "safetensors"
+    for name in sorted({*missing, *unexpected} - {*embedding_of}):
+        if not name.endswith(COMPUTED):
+            only = "config.json" if name in missing else "safetensors"
             raise Refused(
-                f"{model}: only its {only} has {name} of shape {shape}: get complete "
-                "files and the config.json of the same model"
+                f"{model}: only its {only} has {name}: get complete files and the "
+                "config.json of the same model"
             )
     for head, embedding in embedding_of.items():
         if head in stored and not torch.equal(stored[head], stored[embedding]):

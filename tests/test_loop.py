@@ -409,17 +409,18 @@ def test_a_short_run_raises_sampled_and_greedy_held_out_accuracy(run):
 def test_a_run_prints_a_line_per_step_and_a_table_but_no_output_of_libraries(run):
     assert run.printed.startswith(f"{run.out}: trains in float32")
     lines = list(filter(str.strip, run.printed.splitlines()))
-    steps = [line.split()[1] for line in lines if line.startswith("step")]
+    steps = re.findall(r"^step +(\d+) ", run.printed, re.MULTILINE)
     assert steps == ["0", "1", "2"]  # 0 is before training
-    # The other lines are the folder, the columns, a heading, two accuracies and the
-    # files of the run.
-    assert len(lines) == 2 + 3 + 1 + 2 + 1, run.printed
+    # The other lines are the folder, the columns, a heading of two lines, the
+    # accuracies of two steps, and the files of the run.
+    assert len(lines) == 2 + 3 + 2 + 2 + 1, run.printed
     before, _, last = run.metrics
     assert f"  e_B {last['ess']:.4f}  KL {last['mismatch_kl']:.1e}  " in lines[4]
     assert re.search(r" \d+\.\d s  0:00:00 left  held-out pass@1 ", lines[4])
-    for name in "pass@1", "greedy":
-        first, final = (row[f"heldout_{name}"] for row in (before, last))
-        assert f"held-out {name:15}{first:8.3f}{final:8.3f}" in lines
+    assert lines[5].split() == ["heldout_pass@1", "heldout_greedy"]
+    for line, row in zip(lines[7:9], (before, last), strict=True):
+        expected = row["step"], row["heldout_pass@1"], row["heldout_greedy"]
+        assert list(map(float, line.split())) == pytest.approx(expected, abs=5e-4)
 
 
 def test_a_run_leaves_the_files_that_it_promises(run):

@@ -252,7 +252,7 @@ UNREADABLE = {
     "owner/large_number": "a column .* an integer of over 18 digits: download the file",
     "owner/empty": "it has no rows",
     "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
-    "owner/other": "only the splits train and .*Should be one of .'validation'",
+    "owner/other": "only the splits train and .*.Unknown split .train",
     "owner/model@nope": "it has no such revision: give a branch, a tag or a commit",
     "owner/no_model": "there is no such repository, .*log in with `hf auth login`",
     "owner/gated_model": ".*or it is gated or private: ",
