@@ -167,7 +167,7 @@ def main() -> None:
     benchmarks = load_benchmarks(cfg)
     out = Path(cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}"))
     init_distributed()
-    check_same_on_ranks(*benchmarks.values())
+    check_same_on_ranks(cfg, benchmarks)
     is_first = dist.get_rank() == 0
     if is_first:
         take_folder(out, cfg)

@@ -259,7 +259,7 @@ class Run:
         tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
 
         mesh = init_distributed()
-        check_same_on_ranks(self.train, self.heldout)
+        check_same_on_ranks(cfg, self.train, self.heldout)
         self.out = make_out_dir(cfg)
         # The policy is built first, because vLLM changes classes of transformers.
         self.policy = build_policy(

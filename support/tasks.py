@@ -604,20 +604,21 @@ def text_after_answer(tokenizer: Any, turns: int) -> str:
     return ""
 
 
-def check_same_on_ranks(*datasets: Dataset) -> None:
-    """Raise Refused, on all ranks, if they have loaded different data. A collective.
+def check_same_on_ranks(*inputs: Any) -> None:
+    """Raise Refused, on all ranks, if these inputs of a run differ. A collective.
 
-    The copies of a task on several nodes may differ.
+    Nodes may be given different commands, or different copies of a task.
     """
     import torch.distributed as dist  # here, as reward.py needs no torch
 
     digests: list = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, sha256(repr(datasets).encode()).hexdigest())
+    dist.all_gather_object(digests, sha256(repr(inputs).encode()).hexdigest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise Refused(
-            f"the ranks {others} have other problems or prompts than rank 0: give all "
-            "nodes the same copy of the task and of the model's tokenizer"
+            f"the ranks {others} have other flags, problems or prompts than rank 0: "
+            "give all nodes the same command, and the same copy of the task and of the "
+            "model's tokenizer"
         )
 
 

@@ -782,22 +782,30 @@ def test_a_turn_that_the_template_ends_by_text_alone_is_graded_to_its_end(load):
 SAME = """
 import os
 import torch.distributed as dist
+from support.command import Refused
+from support.config import Config
 from support.tasks import Dataset, check_same_on_ranks
 dist.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+cfg = Config(_cli_parse_args=[])
 same = Dataset([{"prompt": "1", "answer": "2"}], [[7]], "math")
-check_same_on_ranks(same, same)
+check_same_on_ranks(cfg, same, same)
 print("they agree")
-check_same_on_ranks(same, same._replace(prompts=[[int(os.environ["RANK"])]]))
+for other in (same._replace(prompts=[[rank]]), cfg.model_copy(update={"seed": rank})):
+    try:
+        check_same_on_ranks(cfg, same, other)
+    except Refused as error:
+        print(error)
 """
 
 
-def test_ranks_with_different_copies_of_a_task_are_refused(tmp_path):
+def test_ranks_with_different_prompts_or_flags_are_refused(tmp_path):
     (tmp_path / "script.py").write_text(SAME)
     ranks = ["--standalone", "--nproc-per-node=2"]
     done = run_script([*TORCHRUN, *ranks, tmp_path / "script.py"])
-    assert done.returncode != 0 and done.stdout.count("they agree") == 2
-    sentence = r"Refused: the ranks \[1\] have other problems or prompts than rank 0: "
-    assert len(re.findall(sentence, done.stdout)) == 2
+    assert done.stdout.count("they agree") == 2
+    sentence = "the ranks [1] have other flags, problems or prompts than rank 0: give"
+    assert done.stdout.count(sentence) == 4
 
 
 @pytest.mark.slow
@@ -816,4 +824,4 @@ def test_nodes_with_different_copies_of_a_task_stop_before_an_engine_is_built(
         nodes.append(start_node(node, 2, 1, master, script, *flags, inside=inside))
     for node in nodes:
         assert node.wait(timeout=300) != 0
-    assert capfd.readouterr().err.count("the ranks [1] have other problems") == 2
+    assert capfd.readouterr().err.count("the ranks [1] have other flags, problems") == 2
