@@ -126,9 +126,9 @@ def check_verifier(dataset: Dataset) -> None:
     except (Exception, SystemExit) as error:  # the user's module may raise any
         raise Refused(
             f"--verifier {dataset.verifier}: {one_line(error)}; give "
-            f"{', '.join(VERIFIERS)}, or module:name of a function that takes a list "
-            "of responses and a list of their gold answers, in this order, and "
-            "returns a number in [0, 1] for each"
+            f"{', '.join(VERIFIERS)}, or module:name of a function in a Python file "
+            "beside train.py that takes a list of responses and a list of their gold "
+            "answers, in this order, and returns a number in [0, 1] for each"
         ) from None
 
 

@@ -225,7 +225,7 @@ def task_of(name_or_path: str) -> Task:
         fields = json.loads(settings.read_bytes()) if settings.exists() else {}
         task = Task(train, heldout, **fields)
         text = task.instruction or ""
-        text.encode()  # fails on half a character, as in read_jsonl
+        check_escapes(text)
         if found := PLACEHOLDER.search(text):
             raise ValueError(
                 f"the instruction has a placeholder, {found[0]!r}: the problem follows "
@@ -285,8 +285,8 @@ def load_task(
         say_once(f"{count} cannot be used and are left out, {reasons}")
     if unread:
         say_once(
-            f"{source} has {len(rows)} rows, and columns that are not read, here with "
-            f"the number of rows that have them: {dict(unread)}"
+            f"{source}: these columns are not read, and are filled in so many of the "
+            f"{len(rows)} rows: {dict(unread)}"
         )
     return problems
 
@@ -312,14 +312,27 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
                 parse_constant=lambda name: None,
             )
             rows[number] = {**row}  # TypeError: "is not a mapping"
-            # Half of a character, such as "\ud83d", is text only to Python.
-            json.dumps(row, ensure_ascii=False).encode()
+            check_escapes("\n".join(map(str, row.values())))
         except Exception as error:  # also RecursionError, for many brackets
             raise Refused(
                 f"{path}, line {number} is not a JSON object, and a task has one per "
                 f"line: {one_line(error)}"
             ) from None
     return rows
+
+
+def check_escapes(text: str) -> None:
+    r"""Raise ValueError if a text that was read from JSON is not what its author wrote.
+
+    JSON reads \boxed, \frac and \times as a control character and oxed, rac and imes.
+    """
+    text.encode()  # Half of a character, such as "\ud83d", is text only to Python.
+    if found := re.search(
+        r"[\b\f][a-z]+|\t(?:ext|heta|imes|frac)|\r(?:ight|ho)\b", text
+    ):
+        raise ValueError(
+            f"{found[0]!r} was probably written with a single backslash: write two"
+        )
 
 
 def read_hub(source: str) -> dict[int, dict[str, Any]]:
@@ -385,7 +398,8 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
         raise ValueError(
             "its prompt, problem and question differ: keep only the whole problem"
             if prompts
-            else f"it has no prompt, problem or question, but {[*row]}"
+            else f"its problem is missing or empty in {[*row]}: name it prompt, "
+            "problem or question"
         )
     [prompt] = prompts
     if part := PART_OF_PROBLEM.search("\n".join(sorted(sorted(others), key=len))):

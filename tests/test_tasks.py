@@ -137,7 +137,9 @@ def test_rows_of_a_hub_dataset_without_a_marked_answer_are_left_out(
     )
     said = capsys.readouterr().err
     assert re.search(note, said)
-    assert re.search("lighteval train has 10 rows, and .*: {'level': 10, 'type'", said)
+    assert re.search(
+        "lighteval train: these .* of the 10 rows: {'level': 10, 'ty", said
+    )
 
 
 def test_the_embedded_task_is_disjoint_and_right():
@@ -345,6 +347,7 @@ UNUSABLE_SETTINGS = r"""
 {"verifier": "exact"} -> is exact, .* asks for a box: give another instr
 {"instruction": 7} -> valid string
 {"instruction": "\ud83d"} -> surrogates not allowed
+{"instruction": "Use \boxed{}."} -> '\\x08oxed' was probably written with a single
 {"instruction": "Solve {question}."} -> a placeholder, '{question}': the pro
 {"verifier":  -> Expecting value
 [1] -> mapping
@@ -396,6 +399,13 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
         (f"[{GOOD}]", "line 1 is not a JSON object, and a task has one per line: "),
         ("\xff\xfe[\0", "line 1 is not a JSON object.* 'utf-8' codec"),  # UTF-16
         ('{"prompt": "\\ud83d"}', "line 1 is not .* surrogates not allowed"),
+        # JSON reads \f, \t and \r as control characters.
+        (
+            r'{"prompt": "1", "answer": "\frac{1}{2}"}',
+            r"'\\x0crac' was probably written",
+        ),
+        (r'{"prompt": "2 \times 3", "answer": "6"}', r"'\\times' was probably written"),
+        (r'{"prompt": "2", "answer": "\left(2\right)"}', "not a JSON object.*escape"),
         # Blank lines count, so that the number is that of an editor.
         (
             GOOD + '\n\n{"prompt": "1+1", "answer": NaN}\n',
@@ -403,8 +413,8 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
         ),
         (
             '{"x": "2"}\n' + GOOD + '{"prompt": "1", "answer": "}{"}\n' * 3,
-            "4 of the 5 .* row 1: it has no prompt, problem or question, but ..x..; "
-            "row 3: '}{' is not an answer that 'math' can read$",
+            "4 of the 5 .* row 1: its problem is missing or empty in .'x'.: name it "
+            "prompt, problem or question; row 3: '}{' is not an answer that 'math' can",
         ),
     ],
 )
@@ -522,10 +532,11 @@ def test_columns_that_are_not_read_are_named_once_with_their_rows(load, capsys):
     rows[1] |= {"num_images": 3}
     for _ in range(2):
         assert len(load(*rows).problems) == 3
-    note = "the number of rows that have them: {'table': 2, 'a': 1, 'b': 1, "
-    note += "'num_images': 1, 'messages': 1, 'optional': 1}\n"
-    said = capsys.readouterr().err
-    assert said.count(note) == 1 and "has 3 rows, and columns that are not" in said
+    note = "these columns are not read, and are filled in so many of the 3 rows: "
+    note += (
+        "{'table': 2, 'a': 1, 'b': 1, 'num_images': 1, 'messages': 1, 'optional': 1}"
+    )
+    assert capsys.readouterr().err.count(note) == 1
     load(*own("1"))
     assert capsys.readouterr().err == ""
 
