@@ -170,18 +170,14 @@ class Config(SharedConfig):
                 f"{world * self.minibatches}, so that each of the {world} ranks has "
                 f"equally many prompts in each of the {self.minibatches} minibatches"
             )
-        is_fp8 = self.rollout_quantization != "none"
-        if is_fp8 and self.rollout_dtype in ("float32", "float16"):
-            raise Refused(
-                f"rollout_dtype is {self.rollout_dtype}: fp8 rollouts need bfloat16"
-            )
         # Imported here, because it imports torch, which takes seconds.
         from support.machine import default_dtype, has_fast_bfloat16
 
         if self.dtype == "auto":
             self.dtype = default_dtype("float32")
         if self.rollout_dtype == "auto":
-            # vLLM offers fp8 only together with bfloat16.
+            # vLLM does not offer fp8 together with float32.
+            is_fp8 = self.rollout_quantization != "none"
             is_bfloat16 = is_fp8 or has_fast_bfloat16()
             self.rollout_dtype = "bfloat16" if is_bfloat16 else default_dtype("float16")
         return self

@@ -210,6 +210,5 @@ def draw_curves(rows: Any) -> Any:
     )
     for axis, names in zip(figure.subplots(1, 4), panels, strict=True):
         rows[names].dropna().plot(ax=axis, style=".-")
-    figure.axes[0].set(ylim=(0, 1.02))
     figure.axes[2].set(yscale="log")
     return figure

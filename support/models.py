@@ -25,7 +25,7 @@ from transformers import (
 
 from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
-from support.tasks import text_after_answer
+from support.tasks import encode_prompt, text_after_answer
 
 # The types of models that policy.py supports, with base_model.layers and a linear head.
 # tests/test_rollout.py compares engine and trainer on each of them. vLLM has no code of
@@ -128,11 +128,9 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     if to_train:
         check_trainable(model, config)
     check_heads(model, text_config, tp)
-    # Added tokens that the template does not use may lack an embedding, like those for
-    # images in Gemma 3.
-    added = tokenizer.get_added_vocab().items()
-    in_template = [n for token, n in added if token in str(tokenizer.chat_template)]
-    highest = max([tokenizer.vocab_size - 1, *in_template])
+    # Added tokens may lack an embedding, like that for images in Gemma 3, unless they
+    # are in every prompt.
+    highest = max(tokenizer.vocab_size - 1, *encode_prompt(tokenizer, "1"))
     if highest >= text_config.vocab_size:
         raise Refused(
             f"{model}: its tokenizer uses token {highest}, "
