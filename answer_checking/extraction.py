@@ -46,7 +46,7 @@ THOUGHT_TAG = re.compile(
         | <\|channel\|?>\w*(?:<\|message\|>)?
         | <\|inner_prefix\|>
         | <unused94>
-        | <\|im_start\|>think
+        | <\|im_start\|>(?:assistant/)?think                     # s1, HyperCLOVA X
         | <\|open\|>think<\|sep\|>
         | to=self<\|message\|>
         | Here(?:\sis|'s)\smy\sthought\sprocess:

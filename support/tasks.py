@@ -192,7 +192,6 @@ PLACEHOLDER = re.compile(
 )
 
 
-@functools.cache
 def task_of(name_or_path: str) -> Task:
     """Return the task of this name in TASKS, tiny, or the one of the user's data.
 
@@ -551,7 +550,7 @@ def check_texts(
     """
     # Solved examples in an instruction may end as the model ends a response.
     examples = (instruction or "").replace(tokenizer.eos_token or "", "")
-    texts = [text for problem in problems for text in problem.values()]
+    texts = (text for problem in problems for text in problem.values())
     together = "\n".join([examples, *texts])
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and len(token.content) > 1 and token.content in together:
@@ -560,17 +559,16 @@ def check_texts(
                 "instruction, which is a special token of the model, added by its "
                 "template or tokenizer: remove it"
             )
-    # A tokenizer of whole words may know every character, but few words.
-    for text in dict.fromkeys([*together, *texts[:100]]):
-        written = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-        lost = Counter(normalize("NFKC", text)) - Counter(normalize("NFKC", written))
-        for character in lost:
-            if character.isprintable() and character != " ":
-                raise Refused(
-                    f"the model's tokenizer cannot represent {character!r} of the "
-                    f"task, as in {text[:50]!r} (the embedded policy knows digits and "
-                    "a few other characters): give another --model"
-                )
+    characters = "\n".join({*together})
+    token_ids = tokenizer.encode(characters, add_special_tokens=False)
+    written = normalize("NFKC", tokenizer.decode(token_ids))
+    lost = {*normalize("NFKC", characters)} - {*written, " "}
+    if visible := [*filter(str.isprintable, lost)]:
+        raise Refused(
+            f"the model's tokenizer cannot represent {min(visible)!r} of the task (the "
+            "embedded policy knows digits and a few other characters): give another "
+            "--model"
+        )
 
 
 def encode_prompt(

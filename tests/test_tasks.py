@@ -745,14 +745,6 @@ def test_solved_examples_in_an_instruction_may_end_with_the_end_of_sequence():
         check_texts(tokenizer_with(), "1+1=2</s>", own("2+2</s>"))
 
 
-def test_a_tokenizer_that_knows_characters_and_few_words_is_refused():
-    tokenizer = tokenizer_with()
-    tokenizer.backend_tokenizer.pre_tokenizer = None
-    check_texts(tokenizer, None, own("2"))
-    with pytest.raises(Refused, match="cannot represent '2' of the task, as in '20'"):
-        check_texts(tokenizer, None, own("2", "20"))
-
-
 def test_a_chat_template_that_fails_is_refused(load):
     with pytest.raises(Refused, match="the model's chat template fails: no user"):
         load(*own("1+1"), template="{{ raise_exception('no user') }}")
@@ -765,6 +757,7 @@ def test_a_chat_template_that_fails_is_refused(load):
     [
         (r"{{ '<think>\n' }}", "<think>"),
         ("[THINK]", "[THINK]"),
+        ("<|im_start|>assistant/think", "<|im_start|>assistant/think"),
         ("<think></think>", ""),
     ],
 )
