@@ -231,10 +231,10 @@ def task_of(name_or_path: str) -> Task:
                 "the instruction and is not put into it"
             )
     except Exception as error:
+        reason = re.sub(r"1 validation error for Task | \[type=.*", "", one_line(error))
         raise Refused(
             f"{settings} may give a verifier ({', '.join(VERIFIERS)}; one of your own "
-            "is given by --verifier module:name) and an instruction: "
-            f"{one_line(error).split(' [type=')[0]}"
+            f"is given by --verifier module:name) and an instruction: {reason}"
         ) from None
     return task
 
@@ -293,7 +293,7 @@ def load_task(
 def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
     """Return the objects of a JSONL file by line number, with numbers as written.
 
-    Raises Refused if there is no such file, or if a line is not a JSON object.
+    Raises Refused if there is no such file, or if a line is not a usable JSON object.
     """
     rows = {}
     try:
@@ -314,7 +314,7 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
             check_escapes("\n".join(map(str, row.values())))
         except Exception as error:  # also RecursionError, for many brackets
             raise Refused(
-                f"{path}, line {number} is not a JSON object, and a task has one per "
+                f"{path}, line {number} is not a usable JSON object, and a task has one per "
                 f"line: {one_line(error)}"
             ) from None
     return rows
@@ -327,7 +327,7 @@ def check_escapes(text: str) -> None:
     """
     text.encode()  # Half of a character, such as "\ud83d", is text only to Python.
     if found := re.search(
-        r"[\b\f][a-z]+|\t(?:ext|heta|imes|frac)|\r(?:ight|ho)\b", text
+        r"[\b\f][a-z]+|\t(?:ext|heta|imes|frac(?![a-z]))|\r(?:ight|ho)\b", text
     ):
         raise ValueError(
             f"{found[0]!r} was probably written with a single backslash: write two"

@@ -345,7 +345,7 @@ UNUSABLE_SETTINGS = r"""
 {"verifier": "exakt"} -> task\.json may give .*should be 'exact', 'gsm8k'
 {"verifier": "os:system"} -> a verifier \(exact, .*; one of your own is given by --verif
 {"verifier": "exact"} -> is exact, .* asks for a box: give another instr
-{"instruction": 7} -> valid string
+{"instruction": 7} -> and an instruction: instruction Input should be a valid string$
 {"instruction": "\ud83d"} -> surrogates not allowed
 {"instruction": "Use \boxed{}."} -> '\\x08oxed' was probably written with a single
 {"instruction": "Solve {question}."} -> a placeholder, '{question}': the pro
@@ -392,12 +392,15 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
     "content, message",
     [
         ("", "has no rows"),
-        (GOOD + '{"prompt": "1+', "line 2 is not a JSON object"),
-        ("7\n", "line 1 is not a JSON object"),
+        (GOOD + '{"prompt": "1+', "line 2 is not a usable JSON object"),
+        ("7\n", "line 1 is not a usable JSON object"),
         # The other patterns are not searched in a long text.
         ('{"prompt": "1", "answer": "' + "-" * 301 + '"}', "has over 300 characters"),
-        (f"[{GOOD}]", "line 1 is not a JSON object, and a task has one per line: "),
-        ("\xff\xfe[\0", "line 1 is not a JSON object.* 'utf-8' codec"),  # UTF-16
+        (
+            f"[{GOOD}]",
+            "line 1 is not a usable JSON object, and a task has one per line: ",
+        ),
+        ("\xff\xfe[\0", "line 1 is not a usable JSON object.* 'utf-8' codec"),  # UTF-16
         ('{"prompt": "\\ud83d"}', "line 1 is not .* surrogates not allowed"),
         # JSON reads \f, \t and \r as control characters.
         (
@@ -405,7 +408,7 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
             r"'\\x0crac' was probably written",
         ),
         (r'{"prompt": "2 \times 3", "answer": "6"}', r"'\\times' was probably written"),
-        (r'{"prompt": "2", "answer": "\left(2\right)"}', "not a JSON object.*escape"),
+        (r'{"prompt": "2", "answer": "\left(2\right)"}', "not a usable .*escape"),
         # Blank lines count, so that the number is that of an editor.
         (
             GOOD + '\n\n{"prompt": "1+1", "answer": NaN}\n',
