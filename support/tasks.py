@@ -314,8 +314,8 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
             check_escapes("\n".join(map(str, row.values())))
         except Exception as error:  # also RecursionError, for many brackets
             raise Refused(
-                f"{path}, line {number} is not a usable JSON object, and a task has one per "
-                f"line: {one_line(error)}"
+                f"{path}, line {number} is not a usable JSON object, and a task has "
+                f"one per line: {one_line(error)}"
             ) from None
     return rows
 
