@@ -339,7 +339,7 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
 
     Raises Refused if it cannot be loaded, or if loading would change its values.
     """
-    from datasets import Features, Json, Value, load_dataset  # takes seconds to import
+    from datasets import Features, Value, load_dataset  # takes seconds to import
 
     name, split, *configuration = source.split()
     repository, revision = split_revision(name)
@@ -353,11 +353,13 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
             texts = Features(dict.fromkeys(rows.features, Value("string")))
             rows = load(features=texts, keep_default_na=False)
         for column in COLUMNS:
-            if isinstance(rows.features.get(column), Json):
+            kind = str(rows.features.get(column))
+            if re.search(r"^(Json|ClassLabel)|float(16|32)", kind):
                 raise ValueError(
-                    f"its {column} is text in some rows and a number or a list in "
-                    'others, and `datasets` changes such values ("025" to 25): '
-                    "download the file, and give it as a JSONL file or folder"
+                    f"its {column} is {kind} (Json: text in some rows, and a number or "
+                    "a list in others), and `datasets` changes such values "
+                    '("025" to 25, "yes" to 1, 0.1 to 0.10000000149011612): download '
+                    "the file, and write its rows to a JSONL file"
                 )
         table = rows.data.to_pylist()  # This does not decode pictures.
     except Exception as error:  # many kinds, from the network's to the file format's

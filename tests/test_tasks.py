@@ -216,6 +216,18 @@ def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
     for name, answers in (("table", late), ("large_number", "9" * 20)):
         table = f"question,answer\n5*5?,{answers}\n"
         repositories[f"datasets/owner/{name}"] = {"train.csv": table}
+    types = {"label": "{class_label: {names: {'0': 'no', '1': 'yes'}}}"}
+    types["float"] = "float32"
+    for name, dtype in types.items():
+        question, answer = (
+            "name: question, dtype: string",
+            f"name: answer, dtype: {dtype}",
+        )
+        features = f"{{dataset_info: {{features: [{{{question}}}, {{{answer}}}]}}}}"
+        repositories[f"datasets/owner/{name}"] = {
+            "README.md": f"---\n{features}\n---\n",
+            "train.jsonl": '{"question": "5*5?", "answer": 1}\n',
+        }
     names = ("config.json", "model-1.safetensors", "README.md", "modeling.py")
     repositories["owner/model"] = dict.fromkeys(names, "{}")
     faults = {
@@ -250,7 +262,9 @@ UNREADABLE = {
     "owner/plain@nope": "it has no such revision: give a branch, a tag or a commit",
     "owner/none": "there is no such repository, .*log in with `hf auth login` or HF_T",
     "owner/gated": ".*or it is gated or private: .*'owner/gated' is a gated dataset",
-    "owner/mixed": r'its answer is text in some rows and a number .*\("025" to 25\)',
+    "owner/mixed": r'its answer is Json.*text in some rows.*, and `datasets` changes .*\("025" to 25',
+    "owner/label": "its answer is ClassLabel.*, and `datasets` changes such values",
+    "owner/float": r"its answer is Value\('float32'\), and .* 0.1 to 0.1000",
     "owner/large_number": "a column .* an integer of over 18 digits: download the file",
     "owner/empty": "it has no rows",
     "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
