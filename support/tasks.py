@@ -128,7 +128,9 @@ MARKUP = re.compile(
 # Patterns of gold answers that a built-in verifier cannot use, and what is wrong. The
 # length comes first, so that the others search only short texts.
 GOLD_FAULTS = {
-    rf"(?s).{{{MAX_LENGTH + 1}}}": f"has over {MAX_LENGTH} characters",
+    rf"(?s).{{{MAX_LENGTH + 1}}}": (
+        f"has over {MAX_LENGTH} characters: mark its answer by \\boxed{{}} or ####"
+    ),
     # Markup and a few words may be around these, as in \text{N/A} and "Answer: none".
     r"""(?ix)^(?: \W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.|.*\b(?:answer|solution)\b.*\b)?
     # nan, None, null, n.a., N/A, NA; but not Na
@@ -427,7 +429,7 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     """
     text = texts["answer"] or texts["solution"]
     if not text.strip():
-        raise ValueError("it has no answer or solution")
+        raise ValueError("it has no answer: name it answer or solution")
     if verifier not in VERIFIERS:
         return text
     marked = final_answer(text).strip()
@@ -451,7 +453,10 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
         "math": latex != "",
     }
     if not is_readable[verifier]:
-        raise ValueError(f"{gold[:60]!r} is not an answer that {verifier!r} can read")
+        raise ValueError(
+            f"{gold[:60]!r} is not an answer that {verifier!r} can read (exact: a "
+            "word; gsm8k: a number; math: a formula)"
+        )
     return gold
 
 
