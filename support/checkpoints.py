@@ -298,7 +298,10 @@ def load_checkpoint(
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's first sentence; a CheckpointException holds those of ranks."""
+    """Return the first sentence of an error.
+
+    A CheckpointException holds the errors of several ranks, of which the last counts.
+    """
     for cause, _ in getattr(error, "failures", {}).values():
         error = cause
     return one_line(error)

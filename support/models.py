@@ -117,7 +117,7 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = load_tokenizer(folder)
         text_config = config.get_text_config()  # differs if the model also reads images
-        context_length = text_config.max_position_embeddings  # BLOOM has no limit.
+        context_length = text_config.max_position_embeddings  # which BLOOM lacks
     except Exception as error:  # tokenizers has its own exceptions
         raise Refused(
             f"{model} is not a model that can be read: {one_line(error)}; an adapter "
@@ -221,13 +221,14 @@ def check_weights(model: str, folder: str, config: Any) -> None:
         if config.model_type not in TRAINABLE or is_quantized:
             load_torch_model(torch.nn.Module(), folder)
             return
-        with torch.device("meta"):  # takes no memory, and nothing can be copied to it
+        with torch.device("meta"):  # takes no memory
             built = AutoModelForCausalLM.from_config(config)
         # This hook gets each file's weights, mapped into memory and not yet read.
         built.register_load_state_dict_pre_hook(
             lambda _, file, *__: stored.update(file)
         )
-        with warnings.catch_warnings(action="ignore"):  # of what is not copied
+        # For each weight torch warns that nothing is copied to the meta device.
+        with warnings.catch_warnings(action="ignore"):
             missing, unexpected = load_torch_model(built, folder)
     except Exception as error:  # safetensors has its own exceptions
         raise Refused(
