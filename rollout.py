@@ -106,6 +106,7 @@ LLM_OPTIONS = {
     "tokenizer_mode": "hf",
     # vLLM only checks that this share is free; kv_cache_memory_bytes sets the size.
     "gpu_memory_utilization": 0.01,
+    "use_tqdm_on_load": False,  # Draw no progress bar on stderr.
 }
 
 
