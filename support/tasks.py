@@ -129,7 +129,7 @@ MARKUP = re.compile(
 # length comes first, so that the others search only short texts.
 GOLD_FAULTS = {
     rf"(?s).{{{MAX_LENGTH + 1}}}": (
-        f"has over {MAX_LENGTH} characters: mark its answer by \\boxed{{}} or ####"
+        f"has over {MAX_LENGTH} characters: mark the result by \\boxed{{}} or ####"
     ),
     # Markup and a few words may be around these, as in \text{N/A} and "Answer: none".
     r"""(?ix)^(?: \W*(?:\\\w+\W*)?(?:(?:pd|np|math)\.|.*\b(?:answer|solution)\b.*\b)?
