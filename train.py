@@ -281,7 +281,7 @@ class Run:
             self.out, self.policy, self.optimizer
         )
         self.queue = deque(Rollouts(**fields) for fields in queue)
-        self.log = Log(self.out, tokenizer, cfg.group_size, cfg.steps, self.train)
+        self.log = Log(self.out, tokenizer, cfg.group_size, self.train)
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:

@@ -32,23 +32,22 @@ These come from a single update:
     logprob_abs_diff     mean |log pi_theta - log pi_b|, in nats per token, before the
                          step's first update
 
-rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb are
-those of rank 0. With a lag, the first step samples several batches and the last steps
-sample none. If the policy was evaluated, the line also has heldout_pass@1 (sampled at
-policy_temperature) and heldout_greedy. Both evaluate the policy, never an fp8 copy.
+rollout_seconds, reward_seconds, update_seconds and sync_seconds are those of rank 0.
+With a lag, the first step samples several batches and the last steps sample none.
+peak_memory_gb is the most memory of rank 0's GPU that torch has held so far, including
+that of a sleeping engine, in GB of 2^30 bytes; on a CPU it is 0. If the policy was
+evaluated, the line also has heldout_pass@1 (sampled at policy_temperature) and
+heldout_greedy. Both evaluate the policy, never an fp8 copy.
 
-The seconds in a printed line are those of the four phases together. The time left
-assumes that each remaining step takes as long; checkpoints and evaluations come on top.
+The seconds in a printed line are those of the four phases together.
 """
 
 import json
-import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,6 @@ class Log:
     out: Path
     tokenizer: PreTrainedTokenizerBase
     group_size: int
-    steps: int  # of the whole run
     dataset: Dataset  # the problems trained on
     seconds: Counter[str] = field(default_factory=Counter)  # of the phases of a step
 
@@ -105,7 +103,7 @@ class Log:
             metrics[name] = mean.item()
         metrics["entropy"] /= metrics["response_tokens"]
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
-        metrics["peak_memory_gb"] = peak_memory_gb()
+        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         self.seconds.clear()
         if dist.get_rank() == 0:
             self.append_samples(step, rollouts)
@@ -123,12 +121,11 @@ class Log:
         line = f"step {step:4d}"
         if step > 0:
             seconds = sum(metrics[f"{phase}_seconds"] for phase in PHASES)
-            left = timedelta(seconds=round(seconds * (self.steps - step)))
             line += (
                 f"  reward {metrics['reward']:.3f}  e_B {metrics['ess']:.4f}"
                 f"  KL {metrics['mismatch_kl']:.1e}"
                 f"  tokens {metrics['response_tokens']:.1f}"
-                f"  {seconds:.1f} s  {left} left"
+                f"  {seconds:.1f} s"
             )
         if "heldout_greedy" in metrics:
             line += (
@@ -181,16 +178,6 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise Stopped(f"{path} cannot be written: {error}") from error
-
-
-def peak_memory_gb() -> float:
-    """Return the most memory that this rank has used, in GB of 2^30 bytes.
-
-    On CUDA it is torch's count, which includes the memory of a sleeping engine.
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def draw_curves(rows: Any) -> Any:

@@ -85,7 +85,7 @@ def few(heldout) -> Dataset:
 def tiny() -> SimpleNamespace:
     """Return the training problems of the embedded task and a log for sample_batch."""
     tokenizer, problems, _, _ = load_data(Config())
-    return SimpleNamespace(train=problems, log=Log(Path(), tokenizer, 4, 1, problems))
+    return SimpleNamespace(train=problems, log=Log(Path(), tokenizer, 4, problems))
 
 
 def batch_of(engine, tiny, step: int = 1, **settings: Any) -> Rollouts:
@@ -416,7 +416,7 @@ def test_a_run_prints_a_line_per_step_and_a_table_but_no_output_of_libraries(run
     assert len(lines) == 2 + 3 + 2 + 2 + 1, run.printed
     before, _, last = run.metrics
     assert f"  e_B {last['ess']:.4f}  KL {last['mismatch_kl']:.1e}  " in lines[4]
-    assert re.search(r" \d+\.\d s  0:00:00 left  held-out pass@1 ", lines[4])
+    assert re.search(r" \d+\.\d s  held-out pass@1 ", lines[4])
     assert lines[5].split() == ["heldout_pass@1", "heldout_greedy"]
     for line, row in zip(lines[7:9], (before, last), strict=True):
         expected = row["step"], row["heldout_pass@1"], row["heldout_greedy"]
@@ -432,7 +432,7 @@ def test_a_run_leaves_the_files_that_it_promises(run):
     assert (run.out / "curves.png").stat().st_size > 10_000
     for row in run.metrics[1:]:
         assert min(row[f"{phase}_seconds"] for phase in PHASES) > 0
-        assert 0.5 < row["peak_memory_gb"] < 50
+        assert row["peak_memory_gb"] == 0  # of a GPU
     assert not (run.out / "checkpoints").exists()  # without --save_every
 
 

@@ -38,7 +38,6 @@ from policy import SYNC_LIMITS, full_weights, sync
 from rollout import Engine
 from support.checkpoints import save_model
 from support.command import Stopped, parse_flags, run_script
-from support.log import peak_memory_gb
 from tools.memory import (
     GB,
     RESERVE,
@@ -94,7 +93,7 @@ def phase(rows: Rows, name: str) -> Iterator[None]:
         free, total = torch.cuda.mem_get_info()
         # This counts all programs on the GPU, but not what a sleeping engine released.
         row["GB in use"] = (total - free) / GB
-        row["GB added"] = peak_memory_gb() - before / GB
+        row["GB added"] = (torch.cuda.max_memory_allocated() - before) / GB
     row["seconds"] = time.perf_counter() - start
 
 
