@@ -215,7 +215,7 @@ def check_weights(model: str, folder: str, config: Any) -> None:
     at the sync, in the engine. For types that are not in TRAINABLE and for quantized
     models, whose weights may have other names, the files only have to be readable.
     """
-    stored: dict[str, torch.Tensor] = {}
+    stored = {}  # the weights in the files, by name
     try:
         is_quantized = getattr(config, "quantization_config", None)
         if config.model_type not in TRAINABLE or is_quantized:
