@@ -5,8 +5,7 @@
 #
 # The second half holds. But on a CPU with AVX-512 and no bfloat16 instructions, such as a
 # Skylake, Cascade Lake or Ice Lake server, the product costs more than twice as much in
-# bfloat16 as in float32. With AVX2 it costs nearly four times as much, but there the
-# answer is False. So True does not mean that bfloat16 is fast.
+# bfloat16 as in float32. So True does not mean that bfloat16 is fast.
 #
 # Source: oneDNN computes the products. Without the instructions of AVX512_BF16 it
 # imitates them. ONEDNN_MAX_CPU_ISA limits the instructions that oneDNN may use, so
@@ -54,4 +53,3 @@ if isa == "AVX512_CORE":
 PYTHON
 "$folder/env/bin/python" "$folder/product.py"
 ONEDNN_MAX_CPU_ISA=AVX512_CORE "$folder/env/bin/python" "$folder/product.py"
-ONEDNN_MAX_CPU_ISA=AVX2 "$folder/env/bin/python" "$folder/product.py"

@@ -6,8 +6,8 @@
 # The common scorer of reasoning-gym does neither. If the gold answer is only a part of
 # the answer, the reward is the length of the gold answer over that of the answer, in
 # characters. So "\boxed{156}" earns 0.3, and the same wrapping around a sentence earns
-# 0.8. In three quarters of the data sets tried here a box earns a share; the others
-# give it 0, and none of them gives it 1.
+# 0.8. In three quarters of the data sets tried here a box earns a share. The others give
+# it next to nothing, and none of them gives it 1.
 #
 # Source: ProceduralDataset.score_answer in reasoning_gym/dataset.py.
 #
