@@ -63,7 +63,7 @@ problems, prompts = train.problems, train.prompts
 
 
 def sample(temperature, seed):
-    """128 responses; the G responses to a problem are neighbors."""
+    """Return 128 responses; the G responses to a problem are neighbors."""
     seeds = [noise_seed(seed, group, G) for group in range(len(prompts))]
     return engine.sample(prompts, G, seeds, temperature=temperature, max_tokens=64)
 
@@ -176,7 +176,7 @@ assert torch.isclose(loss.float(), reinforce, atol=1e-3)
 
 # %%
 def colored(values, scale, batch, rows):
-    """Tokens of some responses, green above 0 and red below; full color at `scale`."""
+    """Show tokens in green above 0 and in red below, in full color at `scale`."""
     lines = []
     for row in rows:
         spans = []
@@ -196,7 +196,7 @@ def colored(values, scale, batch, rows):
 
 
 def token_weights(logp, ess):
-    """v_t: minus the derivative of a token's loss with respect to its log pi_theta."""
+    """Return v_t, minus the derivative of a token's loss by its log pi_theta."""
     leaf = logp.detach().requires_grad_()
     no_kl = torch.zeros_like(leaf)  # Only the policy term counts.
     token_loss = p3o(leaf, rollouts.logp_behavior, advantage, no_kl, ess)

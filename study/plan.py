@@ -75,8 +75,8 @@ MISMATCHES: dict[str, Flags] = {
     "lag 16": {"lag": 16},
     "4 updates": {"passes": 2, "minibatches": 2},
     "16 updates": {"passes": 4, "minibatches": 4},
-    # A step makes four updates, each on a quarter of the rollout batch. At its update,
-    # the second to fourth quarter is one to three updates old.
+    # A step makes four updates, each on a quarter of the rollout batch. When they are
+    # used, the second, third and fourth quarter are one, two and three updates old.
     "4 minibatches": {"minibatches": 4},
     "T = 1.2, lag 4": {"temperature": 1.2, "lag": 4},
 }

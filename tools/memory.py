@@ -2,7 +2,7 @@
 
     python tools/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8
 
-It takes the flags of train.py, and of the model it reads only config.json. GB are 2^30
+It takes the flags of train.py and reads only the model's config.json. GB are 2^30
 bytes, as for --kv_cache_gb; an "80 GB" card has 79 of them. A run that does not fit is
 refused.
 """
@@ -111,7 +111,7 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
     tokens = max(cfg.micro_batch_tokens, prompt + cfg.max_response_tokens)
     kept = shape.activations
     if cfg.gradient_checkpointing:
-        # The inputs of all layers, and all activations of the one being recomputed.
+        # Every layer keeps its input; the one being recomputed, all activations.
         kept = shape.layers * ELEMENT * shape.hidden + kept // shape.layers
     vocabulary = shape.head // shape.hidden
     update = {
