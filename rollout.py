@@ -153,6 +153,8 @@ class Engine:
         self.quantization = quantization
         model = model_folder(model)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
+        if cuda and dist.get_rank() == 0:
+            print("vLLM captures CUDA graphs: a minute or more", flush=True)
         try:
             self.llm = LLM(
                 model,

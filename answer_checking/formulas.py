@@ -16,11 +16,11 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
-# Notation that latex2sympy drops or takes for something else: a modulus, dots, minutes
-# of arc, the base of a numeral, a ratio of three numbers, [5], what may be a time of
-# day, as 3:45, words or letters between two numbers, as in 2\text{hours}30 and 4R3, and
-# a number directly after a number, as in 1 2, 1{2}, \frac{1}{2}3, {1}{2}, 10^{3}.5 and
-# 1.2.3. Such a formula is equal only to its own text.
+# Notation that latex2sympy drops or misreads: a modulus; dots; minutes of arc; the base
+# of a numeral; a ratio of three numbers; [5]; a possible time of day, as in 3:45; words
+# or letters between two numbers, as in 2\text{hours}30 and 4R3; and a number directly
+# after a number, as in 1 2, 1{2}, \frac{1}{2}3, {1}{2}, 10^{3}.5 and 1.2.3. A formula
+# with such notation is equal only to its own text.
 UNREADABLE = re.compile(
     r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$|:.*\\text\{[ap]m\}|"
     r"(?<!\d)\d?\d:[0-5]\d(?!\d)|"

@@ -29,7 +29,7 @@ LIMIT = 3.0  # seconds of CPU time; an ordinary pair needs about 0.08 and at mos
 MEMORY = 2**29  # bytes of address space, an eighth of which the judge itself takes
 WORKERS = 4  # children that run at once
 
-# The exit codes of a child that ends in an orderly way. Python's own are 0, 1 and 2.
+# The exit codes by which a child reports its verdict. Python itself uses 0, 1 and 2.
 EQUAL = 10
 UNEQUAL = 11
 # A child may also end by a limit on CPU time, on the stack or on memory.

@@ -54,8 +54,8 @@ SIGNS = r"""
 #              million is not 18, and an increase is not a decrease
 #   MONTH      months
 #   REAL       the usual range of a parameter, which may be left out
-#   CONDITION  what restricts that range, so that it may not be left out. "From 0 or 1
-#              on" and "except 0" do not count as restrictions
+#   CONDITION  a restriction of that range, with which it may not be left out. Ranges
+#              from 0 or 1 on, and ranges without 0, do not count as restricted
 #   AND        words between the items of a list; "and" between inequalities is not "or"
 #   SHORT      units that may follow a number directly
 #   FROM, TO   where an item of a list begins and ends

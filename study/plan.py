@@ -34,7 +34,7 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
 study/results/README.md says which commit brings back the parts that are complete.
 
 Trainer and engine compute in float32, so that results do not depend on the CPU. The
-exception is the fp8 engine, because vLLM offers fp8 only together with bfloat16.
+exception is the fp8 engine, which computes in bfloat16 beside fp8.
 """
 
 import argparse

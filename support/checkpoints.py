@@ -154,8 +154,8 @@ def make_out_dir(cfg: Config) -> Path:
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0:
         take_folder(out, cfg)
-        # Schedulers send SIGTERM some seconds before they kill a job. It ends the run
-        # as Ctrl-C does: run_script says how to continue.
+        # Schedulers send SIGTERM some seconds before they kill a job. This makes it end
+        # the run as Ctrl-C does: run_script says how to continue.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
         if done := max(checkpoints(out), default=0):

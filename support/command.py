@@ -95,7 +95,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise Refused(
             f"--config {path} is not a YAML file of fields: {one_line(error)}"
         ) from None
-    # In the config.json of a run, which has "ranks", these describe the run itself.
+    # A config.json, known by its "ranks", also describes the run that wrote it.
     own = ("environment", "commits", "ranks", "out_dir") if "ranks" in fields else ()
     return {str(name): value for name, value in fields.items() if name not in own}
 
@@ -112,9 +112,9 @@ def one_line(error: BaseException) -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main. If it fails, print the reason: one sentence if expected.
 
-    The process then ends at once, without the interpreter's usual clean-up. During it
-    an engine would wait for the other ranks, but after an error those wait for this
-    one, until torchrun ends them all. CUDA's memory pools may also abort during it.
+    The process then ends at once, without the interpreter's usual clean-up. In that
+    clean-up an engine would wait for the other ranks. But after an error these wait for
+    this rank, until torchrun ends them all. CUDA's memory pools may also abort in it.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     script = Path(sys.argv[0]).name

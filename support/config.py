@@ -145,8 +145,8 @@ class Config(SharedConfig):
     weights and activations above 65504 overflow; bfloat16 is slow on a CPU without
     instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
-    """tokens in a forward pass, including padding: sets the memory, not the result; on
-    a CPU it is lowered if their activations would take over 4 GB"""
+    """tokens in a forward pass, including padding: sets the memory, not the result;
+    lowered on a CPU if the activations of these tokens would take over 4 GB"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 
@@ -175,9 +175,13 @@ class Config(SharedConfig):
 
         if self.dtype == "auto":
             self.dtype = default_dtype("float32")
+        is_fp8 = self.rollout_quantization != "none"
+        if is_fp8 and self.rollout_dtype == "float32":
+            raise Refused(
+                "rollout_dtype is float32, which vLLM does not offer together with "
+                "fp8: give bfloat16 or float16"
+            )
         if self.rollout_dtype == "auto":
-            # vLLM does not offer fp8 together with float32.
-            is_fp8 = self.rollout_quantization != "none"
             is_bfloat16 = is_fp8 or has_fast_bfloat16()
             self.rollout_dtype = "bfloat16" if is_bfloat16 else default_dtype("float16")
         return self
@@ -198,7 +202,7 @@ class EvalConfig(SharedConfig):
     limit: NonNegativeInt = 0
     """how many problems of each task, from the first on; 0: all"""
     drop_long: bool = False
-    """leave out prompts that leave no room for a response"""
+    """drop prompts that are too long to leave room for a response"""
     dtype: EngineDtype = "auto"
     """the dtype in which the engine computes; auto: float32 on a CPU, and on a GPU
     bfloat16 or, if it has none, float16"""

@@ -92,7 +92,7 @@ def check_address(master: str) -> None:
         own = socket.gethostbyname(host)
     except OSError:  # An unknown name is the loopback address for gloo.
         own = "127.0.0.1"
-    # If all ranks are on one machine, as in a test, the master has such an address too.
+    # In a test, where all ranks are on one machine, the master is a loopback address.
     if own.startswith("127.") and not master.startswith("127."):
         raise Refused(
             f"{host} is {own} on this node, which no other node can reach: set "

@@ -533,7 +533,7 @@ def load_split(
                 "max_prompt_tokens leave for them: change these, or drop such prompts "
                 "(train.py: a max_prompt_tokens above 0; eval.py: --drop_long)"
             )
-        say_once(f"{note}: left out")
+        say_once(f"{note}; these are left out")
     # A chat template may itself open the thoughts, at the end of every prompt.
     prompt = tokenizer.decode(prompts[0]).rstrip()
     tag = last_thought_tag(prompt)

@@ -100,6 +100,8 @@ REFUSED = """
 --objective=tools.objectives:dapo --objective_args=eps_low=-1 -> both
 --objective=builtins:print -> no objective 'builtins:print' that takes
 --minibatches=3 -> prompts_per_step is 32: give a multiple of 6
+--rollout_quantization=fp8_per_channel --rollout_dtype=float32 -> \
+rollout_dtype is float32, which vLLM does not offer together with fp8
 """
 
 

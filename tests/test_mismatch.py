@@ -4,13 +4,11 @@ test_loop.py tests the lag, passes and minibatches, test_rollout.py tests top-p 
 top-k, and test_sync.py tests that fp8 weights are renewed at every sync.
 """
 
-import pytest
 import torch
 import vllm
 
 from loss import effective_sample_size, ratio_sums
 from policy import Policy
-from support.command import Refused
 
 
 def lost_by(engine, model, prompts, temperature=1.0):
@@ -49,12 +47,6 @@ def test_fp8_lowers_e_b_more_than_bfloat16_does_and_samples_without_onednn(
     assert lost[1] > 10 * lost[0]
     assert onednn == [True, False]
     assert torch.backends.mkldnn.enabled  # It is on again for the trainer.
-
-
-def test_fp8_beside_float32_is_refused_with_the_reason_of_vllm(build_engine):
-    sentence = "float32 is not supported for quantization method fp8_per_channel"
-    with pytest.raises(Refused, match=sentence):
-        build_engine(dtype="float32", quantization="fp8_per_channel")
 
 
 def test_e_b_falls_with_the_distance_of_the_temperature_from_1(engine, policy, prompts):

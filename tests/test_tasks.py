@@ -733,7 +733,8 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(load, capsys):
     assert dataset.problems == own("1+1")
     assert [len(prompt) for prompt in dataset.prompts] == [14]
     note = "{} of 3 train prompts of .*t.jsonl have over {} tokens"
-    assert re.search(note.format(2, 14) + ": left out", capsys.readouterr().err)
+    printed = capsys.readouterr().err
+    assert re.search(note.format(2, 14) + "; these are left out", printed)
     for room, drop_long, count in ((14, False, 2), (13, True, 3), (-5, True, 3)):
         sentence = note.format(count, max(room, 0)) + ", which is what the model's"
         with pytest.raises(Refused, match=sentence):
