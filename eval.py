@@ -9,7 +9,7 @@ n >= k samples, of which c are correct, it is estimated without bias by 1 - C(n 
 / C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{config.json,
 results.json, samples.jsonl}. In float32, the default on a CPU, the counts do not depend
 on the number of ranks. In bfloat16 they may, because rounding then depends on
-the batch size and changes single tokens.
+the batch size and changes individual tokens.
 """
 
 from support.command import parse_flags, refuse_wrong_flags, run_script
@@ -123,7 +123,7 @@ def evaluate(
 def heldout_accuracy(
     engine: Engine, heldout: Dataset, policy_temperature: float, max_tokens: int
 ) -> dict[str, float]:
-    """Return the share of problems that the policy solves, sampled once and greedily.
+    """Return the shares of problems solved by sampled and by greedy responses.
 
     Sampled accuracy may rise merely because a policy becomes more certain. Greedy
     accuracy shows whether the policy has learned. Responses are truncated at
@@ -142,7 +142,7 @@ def heldout_accuracy(
 def load_benchmarks(cfg: EvalConfig) -> dict[str, Dataset]:
     """Return the problems of each task.
 
-    Raises Refused if the model or a task cannot be used.
+    Raises Refused if out_dir, the model or a task cannot be used.
     """
     check_free(cfg.out_dir)
     tokenizer, context_length = check_model(cfg.model, cfg.rollout_tp)

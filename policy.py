@@ -23,9 +23,9 @@ CHUNK = 1024  # response tokens whose logits exist at the same time
 # The largest mean |log pi_theta - log pi_b|, in nats per token, that is accepted right
 # after a sync. We measured 7e-6 in float32, 0.004 in float16, 0.03 in bfloat16 and, in
 # fp8, 0.2 with SmolLM2-135M (on sums and on formulas), 0.22 with 1.5 billion random
-# weights, and less with the embedded policy. For comparison, one update of the embedded
-# default changes log pi_theta by about 0.001, and a layer without its weights by
-# several nats.
+# weights, and less with the policy in tiny/. For comparison, one of its updates changes
+# log pi_theta by about 0.001, and a layer that is not synced changes it by several
+# nats.
 SYNC_LIMITS = {
     torch.float32: 1e-4,
     torch.float16: 0.03,
@@ -48,8 +48,8 @@ class Policy(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
         model.set_attn_implementation("attend_in_rows")
-        # If vLLM has no code of its own for a model, it uses this class, and changes it
-        # so that it is compiled. This attribute exempts the policy.
+        # If vLLM has no code of its own for a model, it changes the class of
+        # transformers so that it is compiled. This attribute exempts the policy.
         model.base_model.do_not_compile = True
         self.model = model
         self.temperature = temperature
@@ -65,7 +65,7 @@ class Policy(torch.nn.Module):
         index, computed = distinct_tokens(rollouts.tokens)
         for layer in self.model.base_model.layers:
             # attend_in_rows reads this layout. With gradient checkpointing the backward
-            # pass reads it again, so the next forward pass has to wait for that.
+            # pass reads it again, so it must come before the next forward pass.
             layer.self_attn.layout = index, computed
         output = self.model.base_model(
             input_ids=rollouts.tokens[computed][None],  # [1, S]

@@ -73,9 +73,9 @@ def score(
     module:name, a function of these two lists that returns numbers in [0, 1]. With the
     first three, a reward depends only on its own response and answer.
 
-    Raises ValueError if the lengths differ, ValueError, ImportError or AttributeError
-    if there is no such verifier, and RuntimeError if formulas cannot be compared on
-    this machine.
+    Raises ValueError if the lengths differ. If there is no such verifier, raises
+    ValueError, ImportError or AttributeError. Raises RuntimeError if formulas cannot be
+    compared on this machine.
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
     return [float(verdict) for verdict in verify(responses, answers)]
@@ -123,7 +123,7 @@ def check_verifier(dataset: Dataset) -> None:
         if OTHER_PARAMETERS.search(first_two):
             raise TypeError(f"its parameters begin with {first_two}")
         compute_rewards(dataset, [0], ["", ""])
-    except (Exception, SystemExit) as error:  # the user's module may raise any
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise Refused(
             f"--verifier {dataset.verifier}: {one_line(error)}; give "
             f"{', '.join(VERIFIERS)}, or module:name of a function in a Python file "
@@ -133,12 +133,12 @@ def check_verifier(dataset: Dataset) -> None:
 
 
 def checked_score(responses: list[str], golds: list[str], verifier: str) -> list[float]:
-    """Return `score`. Raises Stopped if the judge or the user's own verifier fails."""
+    """Return `score`'s result. Raises Stopped if the judge or the verifier fails."""
     try:
         rewards = score(responses, golds, verifier)
         if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
             raise ValueError(f"it gave {rewards[:9]}, not a number in [0, 1] for each")
-    except Exception as error:  # the user's function may raise any
+    except Exception as error:  # it may raise anything
         if len(golds) > 1:  # find the response on which it fails
             for response, gold in zip(responses, golds, strict=True):
                 checked_score([response], [gold], verifier)

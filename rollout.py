@@ -114,10 +114,10 @@ class Engine:
     """A vLLM engine in this process, or split between `tp` neighboring ranks of a node.
 
     Call `init_distributed` first; all ranks build their engines together. With
-    quantization "fp8_per_channel", vLLM quantizes the weights and activations of linear
-    layers, and does so anew in every `load_weights`. load_format "hf" reads the files
-    that support/models.py has checked. "dummy" starts with random weights, so that a
-    weight that `load_weights` never brings is noticed at once. max_model_len is in
+    quantization "fp8_per_channel", vLLM computes linear layers in fp8, and quantizes
+    their weights anew in every `load_weights`. load_format "hf" reads the files that
+    support/models.py has checked. "dummy" starts with random weights, so that a weight
+    that `load_weights` does not load is noticed at once. max_model_len is in
     tokens, kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with
     vLLM's reason if it cannot build the engine, for example because the KV cache is too
     small for one response or exceeds the free memory.
@@ -310,7 +310,7 @@ class Engine:
     def sleep(self) -> None:
         """On CUDA, lend out the memory of weights and KV cache until wake_up.
 
-        CUDA graphs and the buffers of NCCL stay.
+        CUDA graphs and NCCL keep their memory.
         """
         self.asleep = True
         if self.can_sleep:

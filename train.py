@@ -1,11 +1,11 @@
 """P3O end to end: sample with vLLM, reward, update the policy, sync the weights.
 
-    python train.py                          # the embedded default, on two CPU cores
+    python train.py                          # the tiny policy, on two CPU cores
     torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
 
 `main` is the loop, and `update` makes one optimizer step. The flags are the fields of
 support/config.py. A run writes out_dir/{config.json, metrics.jsonl, samples.jsonl,
-resumes.jsonl, curves.png, checkpoints/, model/}. The words for its quantities:
+resumes.jsonl, curves.png, checkpoints/, model/}. These terms are used throughout:
 
     group           the group_size responses to one prompt
     rollout batch   the prompts_per_step groups that are sampled together
@@ -14,8 +14,8 @@ resumes.jsonl, curves.png, checkpoints/, model/}. The words for its quantities:
     minibatch       the batch B of one update, over all ranks; a pass is divided into
                     `minibatches` of them
     update          one optimizer step
-    micro-batch     the responses of one forward pass on one rank; its size sets the
-                    memory and not the result
+    micro-batch     the responses of one forward pass on one rank; its size affects
+                    the memory, not the result
     lag             the number of steps between sampling a rollout batch and its step
     weights "7"     the weights after step 7; weights "0" are the initial ones
     collective      a function that all ranks have to call together
@@ -66,7 +66,7 @@ from support.models import check_model
 from support.tasks import Dataset, check_same_on_ranks, load_split
 
 SYNC_CHECK_EVERY = 5  # steps
-MAX_ACTIVATIONS = 2**30  # on a CPU; in float32 they take 4 GB
+MAX_ACTIVATIONS = 2**30  # numbers, on a CPU: 4 GB in float32
 
 
 def main() -> None:
@@ -105,8 +105,8 @@ def main() -> None:
         with log.phase("sync"):
             sync(engine, policy, step, check_on)
 
-        # 5 Save, evaluate, log: metrics are means over the updates, except for the
-        # smallest e_B and the mismatch before the first update.
+        # 5 Save, evaluate, log: the statistics are averaged over the updates, except
+        # for the smallest e_B and the mismatch before the first update.
         metrics = log.metrics_of(step, rollouts)
         for name in updates[0]:
             metrics[name] = fmean(stats[name] for stats in updates)
@@ -131,16 +131,16 @@ def update(
 
     B consists of these `rows` of the rollouts of each rank. `objective` is loss.p3o or
     the function that --objective names. e_B and the gradient are those of the whole B,
-    however it is divided into ranks and micro-batches. Raises FloatingPointError, on
+    however it is divided among ranks and micro-batches. Raises FloatingPointError, on
     all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
     max_tokens = max_micro_batch_tokens(cfg, policy)
     *others, last = micro_batches(rollouts, rows, max_tokens, device)
 
-    # First e_B, which needs rho of all tokens of B. Only the last micro-batch keeps its
-    # graph here; the others are run again below, with a gradient. A batch that is a
-    # single micro-batch therefore needs only one forward pass.
+    # Compute e_B first: it needs rho of all tokens of B. Only the last micro-batch
+    # keeps its graph here; the others are run again below, with a gradient. A batch
+    # that is a single micro-batch therefore needs only one forward pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for micro_batch in others:
         with torch.no_grad():
@@ -152,7 +152,7 @@ def update(
     token_count, ratio_sum, _ = sums.tolist()  # |B|, and the sums of rho and rho^2
     e_b = effective_sample_size(sums).item()  # (11): mean[rho]^2 / mean[rho^2]
 
-    # Then the gradient of (12), which adds up over the micro-batches and the ranks.
+    # Then sum the gradient of (12) over the micro-batches and the ranks.
     totals = defaultdict(float)  # the sum of each statistic over the tokens of B
     for micro_batch in (last, *others):
         logp, top_logp = output_of_last if micro_batch is last else policy(micro_batch)
@@ -234,7 +234,7 @@ def find_objective(
         trial = copy.deepcopy(objective)
         loss = trial(*torch.zeros(4, 1, 2), 1.0, **hyper_parameters)  # [1, 2]
         loss[torch.ones(1, 2).bool()].sum()
-    except Exception as error:  # the user's module may raise any
+    except Exception as error:  # the user's module may raise anything
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
             f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
@@ -275,8 +275,8 @@ class Run:
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # The step of the newest checkpoint (0 without one), its metrics (with an
-        # evaluation if that was logged), and the rollout batches sampled ahead.
+        # A checkpoint has its step (0 if there is none), its metrics (with those of
+        # its evaluation, if logged), and the rollout batches sampled ahead.
         self.step, self.metrics, queue = load_checkpoint(
             self.out, self.policy, self.optimizer
         )
@@ -285,11 +285,11 @@ class Run:
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
-    """Return the tokenizer, the training problems, the held-out problems, and a length.
+    """Return the tokenizer, the training and held-out problems, and max_model_len.
 
-    The length is that of the longest prompt plus max_response_tokens: the tokens for
-    which the engine needs room. Raises Refused if the model or the task cannot be used,
-    if a prompt is too long and may not be dropped, or if no prompt is left.
+    max_model_len, which the engine needs, is the length of the longest prompt plus
+    max_response_tokens. Raises Refused if the model or the task cannot be used, if a
+    prompt is too long and may not be dropped, or if no prompt is left.
     """
     tokenizer, context_length = check_model(cfg.model, cfg.rollout_tp, to_train=True)
     room = context_length - cfg.max_response_tokens
@@ -368,7 +368,7 @@ def learning_rate(updates_made: int, cfg: Config) -> float:
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
-    """Return True at the last step and, unless `every` is 0, every `every` steps."""
+    """Return whether `step` is the last or a multiple of `every` (0: only the last)."""
     return step == cfg.steps or (every > 0 and step % every == 0)
 
 
@@ -391,12 +391,12 @@ def micro_batches(
     """Divide these rows into micro-batches of at most max_tokens, padding included.
 
     Only a micro-batch of a single response may have more tokens. FSDP needs all ranks
-    in every forward pass, so all ranks need equally many micro-batches. They have
-    equally many rows, as Config makes sure, and the longest sequence of all ranks
-    determines how many responses a micro-batch has. Responses are grouped by the power
-    of two below their length, which limits the padding. Within a micro-batch they keep
-    their order, so that most responses to a prompt are neighbors, as
-    policy.distinct_tokens needs. A collective.
+    in every forward pass, so all ranks need equally many micro-batches. Config ensures
+    that they have equally many rows, and the longest sequence of all ranks determines
+    how many responses a micro-batch has. Responses are grouped by the power of two
+    below their length, which limits the padding. Within a micro-batch they keep their
+    order: most responses to a prompt are neighbors, for which policy.distinct_tokens
+    computes the prompt only once. A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
@@ -442,8 +442,8 @@ def apply_gradient(
     """Clip the gradient, make the optimizer step, and clear the gradient.
 
     Returns the norm of the gradient before clipping. Raises FloatingPointError, on all
-    ranks, if this norm or e_B is not finite; no step is made then. e_B is not finite if
-    a ratio is not finite or exceeds e^350. A collective.
+    ranks and before the step, if this norm or e_B is not finite. e_B is not finite if
+    a ratio is not finite or exceeds about e^350. A collective.
     """
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
     grad_norm = norm.full_tensor().item()

@@ -1,6 +1,6 @@
 r"""Finds the final answer of a response.
 
-The final answer is the last \boxed{...}, or else the line behind the last ####. It must
+The final answer is the last \boxed{...}, or else the line after the last ####. It must
 come after the thoughts, which end with a tag such as </think>.
 """
 
@@ -9,10 +9,10 @@ import re
 # A brace that is not escaped, together with the \boxed in front of it if there is one.
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
 
-# The tags at the beginning and at the end of a thought. A tag in < > or ◁ ▷ is known by
-# a word in its name, such as "think" in <think level="high"> and <|START_THINKING|>. It
-# ends the thought if the name also has a / or a word such as "end". Other tags are
-# listed: those of models that can be trained here, and of vLLM's reasoning parsers.
+# The tags that begin and end a thought. A tag in < > or ◁ ▷ is recognized by a word in
+# its name, such as "think" in <think level="high"> and <|START_THINKING|>. It ends the
+# thought if the name also has a / or a word such as "end". Other tags are listed: those
+# of models that can be trained here, and those of vLLM's reasoning parsers.
 # Every repetition is bounded, so that no response takes long to read.
 CHARACTER = r"[\w:|｜▁/-]"
 NAME = (
@@ -33,7 +33,7 @@ THOUGHT_TAG = re.compile(
         | <\|content(?:_text)?\|>                               # Solar Open, Inkling
         | <\|inner_suffix\|>                                    # Apertus
         | <unused95>                                            # MedGemma
-        # These two may also be the last word of a response.
+        # At the end of a response these do not end a thought.
         | (?:<\|im_start\|>answer | <\|(?:answer|response|final)\|>)(?=\s*\S) # s1
         | <\|(?:close\|>think|open\|>response)<\|sep\|>         # Kimi K3
         | to=user<\|message\|>                                  # Muse
@@ -96,7 +96,7 @@ def without_thoughts(response: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the last \boxed{...}, the line behind the last ####, or ""."""
+    r"""Return the last \boxed{...}, the line after the last ####, or ""."""
     if box := last_box(text):
         return box
     _, marker, rest = text.rpartition("####")

@@ -1,7 +1,7 @@
 r"""Parses a LaTeX formula and decides whether two formulas are equal.
 
 latex2sympy parses a formula; Parser corrects two of its readings. The comparison is not
-that of math_verify, which takes lists for sets, rounds what is below 1e-100 to 0 and
+that of math_verify, which treats lists as sets, rounds what is below 1e-100 to 0 and
 gives another verdict if gold and answer are swapped.
 
 A comparison may never end, so judge.py runs it in processes that it can kill.

@@ -1,4 +1,4 @@
-r"""Decides whether formulas are equal in processes that the kernel can kill.
+r"""Decides, in processes that the kernel can kill, whether formulas are equal.
 
 sympy computes 98^{97^{96}} until memory runs out, in a single call that no thread,
 exception or signal handler can interrupt.

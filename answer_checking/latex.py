@@ -30,7 +30,7 @@ SIGNS = r"""
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# Names for patterns in the rows of REWRITES and in the names above.
+# Names for patterns. The rows of REWRITES and later names use them.
 # Space and line breaks in a pattern are ignored. What a name stands for:
 #   PART       what is between two = of one line
 #   MACRO      a command in a PART, but not words that separate two answers, as in
@@ -56,7 +56,7 @@ SIGNS = r"""
 #   REAL       the usual range of a parameter, which may be left out
 #   CONDITION  a restriction of that range, with which it may not be left out. Ranges
 #              from 0 or 1 on, and ranges without 0, do not count as restricted
-#   AND        words between the items of a list; "and" between inequalities is not "or"
+#   AND        words between the items of a list, but not "and" between inequalities
 #   SHORT      units that may follow a number directly
 #   FROM, TO   where an item of a list begins and ends
 NAMES = r"""
@@ -159,7 +159,7 @@ REWRITES = r"""
 (?<=\d)\\?%(?=-) ->
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
-# 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is no list
+# 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is not a list
 ,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
 # _4C_2, {}^4C_2, C(4,2), C_4^2, C^2_4; {}_4P_2, P(4,2), P_4^2, A_4^2
 (?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*([CP])_\{?(\d+)\}? -> \2(\1,\3)
@@ -232,11 +232,11 @@ _~*(\w) -> _{\1}
 ^\\text\{(?:DNE|[^{}]*(?<!\w)[dD]oes~not~exist)\}$ -> \\text{does~not~exist}
 \\varepsilon -> \\epsilon
 \\not~*= -> \\ne~
-# I_1, e_1, which are no constants
+# I_1, e_1, which are not constants
 ((?<![\\a-zA-Z])[eE](?=_)|(?<![\\a-zA-Z{])I(?![a-z])) -> \\mathit{\1}
 # \frac{dV}{dt}, \frac{\partial f}{\partial x}
 \\[dtc]?frac\{(?:d|\\partial)~*(LETTER)\}\{(?:d|\\partial)~*(LETTER)\} -> \1_{\2}
-# f', y^{\prime\prime}, and A^T, which is no power
+# f', y^{\prime\prime}, and A^T, which is not a power
 \\prime~* -> '
 \^\{?('+)\}? -> \1
 (?<=[a-zA-Z])' -> _{prime}
@@ -249,7 +249,7 @@ FROM(\d[\d.]*)--(?=\d) -> \1-
 # 2024-05-01, 555-1234, (555) 123-4567, 10-15, 1.5-2.5, -5--3, which are not
 # subtractions; 10 - 3 is one
 FROM(\+?[\d()~.]*\d\)?-~?\d[\d.X-]*|-\d+--\d+)TO -> \\text{\1}
-# 05/01/2024, 05/2024, which are no quotients
+# 05/01/2024, 05/2024, which are not quotients
 FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
                                                                     Arguments
 # 2 3/4, x = 2 11/12

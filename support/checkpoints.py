@@ -1,8 +1,9 @@
-"""Keeps a run's folder: its configuration, its checkpoints and the last model.
+"""Keeps a run's folder: its configuration, its checkpoints and the final model.
 
 A checkpoint is a folder. It holds the shards of weights and moments that
-torch.distributed.checkpoint writes and, for each rank, the step's metrics, the rollouts
-that no step has used yet, and the rows of metrics.jsonl and samples.jsonl.
+torch.distributed.checkpoint writes and, for each rank, the step's metrics and the
+rollouts that no step has used yet. Rank 0 adds the rows of metrics.jsonl and
+samples.jsonl.
 
 No random state is saved because none is needed: the order of the problems and the
 sampling noise are pure functions of (seed, step), and nothing else is random.
@@ -103,8 +104,8 @@ def check_free(out_dir: str) -> None:
     """Raise Refused if out_dir holds more than the leftovers of a run that failed.
 
     A run that fails at its start leaves an empty folder, or only its config.json. The
-    user's own files do not matter: a scheduler may log to this folder before the run
-    starts, to R/slurm-7.out or job.o7, and a job script may copy its recipe there.
+    user's own files do not matter: a scheduler may log to slurm-7.out or job.o7 in this
+    folder before the run starts, and a job script may copy its recipe there.
     """
     own = r"^\.|\.(?:out|err|log|txt|ya?ml|sh|[eo]\d+)$"
     try:
@@ -142,7 +143,7 @@ def config_of(cfg: Flags) -> dict[str, Any]:
 
 
 def make_out_dir(cfg: Config) -> Path:
-    """Create the run's folder and print what starts or continues. A collective.
+    """Create or reopen the run's folder, and print its first lines. A collective.
 
     The configuration with which a run continues is added to resumes.jsonl. Raises
     Refused if this node does not see the folder.
@@ -262,8 +263,8 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     """Restore policy, optimizer and logged rows from the newest complete checkpoint.
 
-    metrics.jsonl and samples.jsonl get the rows that they had before its step. Returns
-    this step, its metrics, and the fields of the rollouts that no step has used: a run
+    metrics.jsonl and samples.jsonl get the rows that they had when it was saved.
+    Returns its step, its metrics, and the fields of its unused rollouts: a run that is
     resumed at lag 4 continues with the batches that it had sampled ahead. Without a
     checkpoint, the step is 0, and nothing is restored. Raises Refused if the checkpoint
     cannot be read. A collective.
@@ -310,7 +311,7 @@ def reason_of(error: BaseException) -> str:
 def save_model(
     model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], folder: Path
 ) -> None:
-    """Write a folder that transformers and vLLM can load, either whole or not at all.
+    """Write, whole or not at all, a folder that transformers and vLLM can load.
 
     `weights` are those of policy.full_weights, which rank 0 collects in main memory.
     They are stored in the dtype of the model's config, and a tied head once. All other

@@ -112,9 +112,9 @@ def one_line(error: BaseException) -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main. If it fails, print the reason: one sentence if expected.
 
-    The process then ends at once, without the interpreter's usual clean-up. In that
-    clean-up an engine would wait for the other ranks. But after an error these wait for
-    this rank, until torchrun ends them all. CUDA's memory pools may also abort in it.
+    The process then ends at once and skips the interpreter's clean-up. In the clean-up
+    an engine would wait for the other ranks, which wait for this one after an error
+    until torchrun ends them all. CUDA's memory pools may also abort there.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     script = Path(sys.argv[0]).name

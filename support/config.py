@@ -72,7 +72,7 @@ class SharedConfig(Flags):
     kv_cache_gb: PositiveFloat = 0.25
     """size of an engine's KV cache on each rank, in GB of 2^30 bytes"""
     max_num_seqs: PositiveInt = 256
-    """how many responses an engine decodes at the same time"""
+    """the most responses that an engine decodes at once"""
     verbose: bool = False
     """show the messages of vLLM and torch"""
 
@@ -200,7 +200,7 @@ class EvalConfig(SharedConfig):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """sampling temperature; 0: greedy; vLLM raises values below 0.01 to 0.01"""
     limit: NonNegativeInt = 0
-    """how many problems of each task, from the first on; 0: all"""
+    """evaluate only the first N problems of each task; 0: all"""
     drop_long: bool = False
     """drop prompts that are too long to leave room for a response"""
     dtype: EngineDtype = "auto"

@@ -90,7 +90,7 @@ def check_address(master: str) -> None:
     host = socket.gethostname()
     try:
         own = socket.gethostbyname(host)
-    except OSError:  # An unknown name is the loopback address for gloo.
+    except OSError:  # Gloo then uses the loopback address.
         own = "127.0.0.1"
     # In a test, where all ranks are on one machine, the master is a loopback address.
     if own.startswith("127.") and not master.startswith("127."):

@@ -78,9 +78,9 @@ COMPANIONS = """
 
 @functools.cache  # The engines, the policy and the checks all ask for the same model.
 def model_folder(model: str) -> str:
-    """Return the local folder of a model, after the download if it is on the hub.
+    """Return the local folder of a model. A model on the hub is downloaded first.
 
-    `model` is a run, whose model/ is used, a model folder, or owner/name on the hub,
+    `model` is a run (its model/ is used), a model folder, or owner/name on the hub,
     optionally with @revision. Raises Refused if there is no such model.
     """
     for folder in Path(model, "model"), Path(model):
@@ -108,8 +108,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     """Return a model's tokenizer and its context length, in tokens.
 
     Raises Refused if there is no such model, if its weights do not belong to its
-    config.json, if engines of `tp` ranks cannot divide the ranks of a node or the
-    model's heads, or if policy.py cannot train it.
+    config.json, if `tp` does not divide the ranks of a node or the model's heads, or
+    if policy.py cannot train it.
     """
     folder = model_folder(model)
     try:
@@ -128,8 +128,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     if to_train:
         check_trainable(model, config)
     check_heads(model, text_config, tp)
-    # Added tokens may lack an embedding, like that for images in Gemma 3, unless they
-    # are in every prompt.
+    # Added tokens, like that for images in Gemma 3, may lack an embedding, but not
+    # those that are in every prompt.
     highest = max(tokenizer.vocab_size - 1, *encode_prompt(tokenizer, "1"))
     if highest >= text_config.vocab_size:
         raise Refused(

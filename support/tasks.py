@@ -37,8 +37,8 @@ class Task:
     # A JSONL file, or a hub dataset as "owner/name split [configuration]", or None.
     train: Path | str | None
     heldout: Path | str | None
-    # How reward.score compares. A verifier of the user's own is named on the command
-    # line only: a folder of data must not run code.
+    # The verifier of reward.score. One of the user's own is named only on the command
+    # line, because a folder of data must not run code.
     verifier: Literal[VERIFIERS] = "math"
     # The text before each problem in its prompt, or None.
     instruction: str | None = (
@@ -195,11 +195,11 @@ PLACEHOLDER = re.compile(
 
 
 def task_of(name_or_path: str) -> Task:
-    """Return the task of this name in TASKS, tiny, or the one of the user's data.
+    """Return tiny, the task of this name in TASKS, or that of the user's own data.
 
-    The user's data are a folder with train.jsonl and heldout.jsonl, a JSONL file, which
-    is both splits, or a hub dataset owner/name[@revision] with the splits train and
-    test. Their verifier and instruction are the defaults of Task, unless a task.json
+    The user's data are a folder with train.jsonl and heldout.jsonl, a JSONL file that
+    serves as both splits, or a hub dataset owner/name[@revision] with the splits train
+    and test. Verifier and instruction are the defaults of Task, unless a task.json
     beside the JSONL sets them, such as {"verifier": "exact", "instruction": null}.
 
     Raises Refused if there is no such task, or if its task.json cannot be used.
@@ -235,8 +235,8 @@ def task_of(name_or_path: str) -> Task:
     except Exception as error:
         reason = re.sub(r"1 validation error for Task | \[type=.*", "", one_line(error))
         raise Refused(
-            f"{settings} may give a verifier ({', '.join(VERIFIERS)}; one of your own "
-            f"is given by --verifier module:name) and an instruction: {reason}"
+            f"{settings} may have a verifier ({', '.join(VERIFIERS)}) and an "
+            f"instruction (--verifier module:name gives your own verifier): {reason}"
         ) from None
     return task
 
@@ -282,11 +282,11 @@ def load_task(
         count = f"{len(rows) - len(problems)} of the {len(rows)} rows of {source}"
         reasons = f"such as {'; '.join([*examples.values()][:3])}"
         if isinstance(source, Path) or not problems:
-            raise Refused(f"{count} cannot be used: correct or remove them, {reasons}")
+            raise Refused(f"{count} have to be corrected or removed, {reasons}")
         say_once(f"{count} cannot be used and are left out, {reasons}")
     if unread:
         say_once(
-            f"{source}: these columns are not read, and are filled in so many of the "
+            f"{source}: these columns are not read, but are filled in this many of the "
             f"{len(rows)} rows: {dict(unread)}"
         )
     return problems
@@ -327,7 +327,7 @@ def check_escapes(text: str) -> None:
 
     JSON reads \boxed, \frac and \times as a control character and oxed, rac and imes.
     """
-    text.encode()  # Half of a character, such as "\ud83d", is text only to Python.
+    text.encode()  # This fails on half of a character, such as "\ud83d".
     if found := re.search(
         r"[\b\f][a-z]+|\t(?:ext|heta|imes|frac(?![a-z]))|\r(?:ight|ho)\b", text
     ):
@@ -399,7 +399,7 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
     prompts = {texts[column].strip() for column in PROBLEM_COLUMNS} - {""}
     if len(prompts) != 1:
         raise ValueError(
-            "its prompt, problem and question differ: keep only the whole problem"
+            "its prompt, problem and question differ: keep the one that is complete"
             if prompts
             else f"its problem is missing or empty in {[*row]}: name it prompt, "
             "problem or question"
@@ -518,8 +518,7 @@ def load_split(
         raise Refused(
             f"most prompts of {name_or_path} have several different answers, such as "
             f"{problems[0]['prompt'][:50]!r}: the problem is in a column that is not "
-            "read, it has several rows, or the model's chat template is not one for "
-            "texts"
+            "read or in several rows, or the model's chat template is not one for texts"
         )
     fits = [len(prompt) <= room for prompt in prompts]
     if not all(fits):
