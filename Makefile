@@ -7,7 +7,7 @@
 # make gpu-check   check mismatch, memory and a run on this machine's GPU
 # make lint        run ruff
 #
-# The first of these also creates .venv.
+# The first one that you run also creates .venv.
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)

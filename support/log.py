@@ -94,7 +94,7 @@ class Log:
                 [self.dataset.is_unmarked(text) for text in rollouts.text]
             ),
             "entropy": -rollouts.logp_behavior.sum(dim=1),
-        }  # [N] each, if no other shape is given
+        }  # [N] each, unless another shape is given
         metrics = {"step": step, "weight_version": rollouts.weight_version}
         for name, values in responses.items():
             # All ranks have equally many responses.

@@ -426,7 +426,7 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
         # Blank lines count, so that the number is that of an editor.
         (
             GOOD + '\n\n{"prompt": "1+1", "answer": NaN}\n',
-            "1 of the 2 .*: correct or remove them, such as row 4: it has no an",
+            "1 of the 2 .* have to be corrected or removed, such as row 4: it has no an",
         ),
         (
             '{"x": "2"}\n' + GOOD + '{"prompt": "1", "answer": "}{"}\n' * 3,
@@ -549,7 +549,7 @@ def test_columns_that_are_not_read_are_named_once_with_their_rows(load, capsys):
     rows[1] |= {"num_images": 3}
     for _ in range(2):
         assert len(load(*rows).problems) == 3
-    note = "these columns are not read, and are filled in so many of the 3 rows: "
+    note = "these columns are not read, but are filled in this many of the 3 rows: "
     note += (
         "{'table': 2, 'a': 1, 'b': 1, 'num_images': 1, 'messages': 1, 'optional': 1}"
     )

@@ -40,7 +40,7 @@ def token_weight(ratio: float, advantage: float, e_b: float) -> float:
 
 
 def kl_gradient(logp: Tensor, logp_behavior: Tensor) -> Tensor:
-    """Return the gradient of KL(pi_theta || pi_b) to the logits of pi_theta, [V].
+    """Return the gradient of KL(pi_theta || pi_b) in the logits of pi_theta, [V].
 
     logp and logp_behavior, [V], are log-probabilities of the whole vocabulary, and
     pi_theta is the softmax of its logits.

@@ -50,9 +50,9 @@ def kl_divergence(logp: Tensor, logp_behavior: Tensor) -> Tensor:
     logp, including through the bucket, but not to logp_behavior. If the K tokens hold
     all of the probability, the bucket holds a rounding error of either sign. This error
     must not cause NaN, even in the gradient, and must change the KL by less than 1e-4.
-    But a bucket of 1e-4 is no rounding error, and counts. A listed token with
-    log pi_theta = -inf adds nothing. One with only log pi_b = -inf makes the KL
-    infinite. tests/test_loss.py checks these two cases, but the grader does not.
+    But a bucket of 1e-4 is not a rounding error, and counts. A listed token with
+    log pi_theta = -inf adds nothing. If only log pi_b is -inf, the KL is infinite.
+    tests/test_loss.py checks these two cases, but the grader does not.
     """
     raise NotImplementedError("part 2, the KL, is not written yet")
 

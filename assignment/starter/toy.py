@@ -109,7 +109,7 @@ def run_ranks(
 def random_ranks(
     sizes: list[list[int]], weight: Tensor, seed: int = 0, staleness: float = 0.2
 ) -> list[list[Part]]:
-    """Draw the micro-batches of each rank; sizes has the responses in each of them.
+    """Draw the micro-batches of each rank; sizes has their numbers of responses.
 
     The logits of pi_b are those of the policy with this weight, [FEATURES, VOCABULARY],
     plus noise. The first response is fresh: its noise is 0. The standard deviation of
