@@ -137,7 +137,8 @@ def attend_in_rows(
     function. The result is [1, S, H, D].
     """
     index, computed = module.layout  # see distinct_tokens
-    # Unlike indexing, `embedding` sums the gradient in the same order in every run.
+    # Unlike indexing, `embedding` sums the gradient in the same order in every run, and
+    # on a GPU in float32.
     rows = [
         embedding(index, state[0].transpose(0, 1).flatten(1))  # [N, L, H * D]
         .unflatten(2, state.shape[1::2])
@@ -188,16 +189,10 @@ def build_policy(
     language_model.config.dtype = config.dtype or torch.float32
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()
-    if mesh.device_type == "cuda":
-        # If the policy computes in bfloat16, the head's product may use TF32, which
-        # holds a bfloat16 exactly; the backward pass then rounds the gradient of the
-        # logits to 11 bits. The setting belongs to the whole process, so an engine in
-        # float32 follows it, too.
-        torch.set_float32_matmul_precision("high" if dtype == "bfloat16" else "highest")
-        if dtype == "float32":
-            # In float32, torch can handle heads that share keys only by keeping all
-            # scores, [N, H, L, L]. So transformers repeats keys and values instead.
-            sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+    if mesh.device_type == "cuda" and dtype == "float32":
+        # In float32, torch can handle heads that share keys only by keeping all scores,
+        # [N, H, L, L]. So transformers repeats keys and values instead.
+        sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature)
     policy.dtype = getattr(torch, dtype)
     precision = MixedPrecisionPolicy(

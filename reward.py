@@ -103,7 +103,7 @@ OTHER_PARAMETERS = re.compile(
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
     # responses come second and not first: args sample; but not texts expected_outputs
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
-        (?!expect|ref|true|correct|target)
+        (?!expect|ref|true|correct|target|gold|label)
         \w*(?:completion|response|output|pred|sample|prompt)"""
 )
 

@@ -174,11 +174,10 @@ class Engine:
                 enable_chunked_prefill=cuda,
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, torch.OutOfMemoryError) as error:
             raise Refused(
                 f"vLLM cannot build an engine for {model} with kv_cache_gb "
-                f"{kv_cache_gb}: {one_line(error)} (nvidia-smi shows what else uses a "
-                "GPU)"
+                f"{kv_cache_gb}: {one_line(error)}"
             ) from error
         vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self.top_logprobs = min(top_logprobs, vocabulary)
@@ -330,6 +329,7 @@ class Engine:
         except RuntimeError as error:
             raise Stopped(
                 "the engine cannot take back the memory that it lent to the update "
-                f"({error}): give a smaller kv_cache_gb, and look in nvidia-smi for "
-                "other programs; --resume continues from the newest checkpoint"
+                f"({one_line(error)}): give a smaller kv_cache_gb, and look in "
+                "nvidia-smi for other programs; --resume continues from the newest "
+                "checkpoint"
             ) from error

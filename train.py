@@ -88,8 +88,7 @@ def main() -> None:
         # 3 Update: rank r of w has the groups r, r + w, ... of the rollout batch. So
         # each minibatch, taken over all ranks, has the same groups for any w.
         engine.sleep()  # The trainer borrows the engine's memory.
-        rows_of_rank = torch.arange(len(rollouts.text))
-        minibatches = rows_of_rank.chunk(cfg.minibatches)
+        minibatches = torch.arange(len(rollouts.text)).chunk(cfg.minibatches)
         updates = []  # the statistics of each update
         for rows in minibatches * cfg.passes:  # a tuple, repeated
             updates_made = (step - 1) * cfg.passes * cfg.minibatches + len(updates)
@@ -270,18 +269,25 @@ class Run:
             cfg.gradient_checkpointing,
         )
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
+        if mesh.device_type == "cuda" and cfg.dtype == "bfloat16":
+            # The head's product may use TF32, which holds a bfloat16 exactly; the
+            # backward pass then rounds the gradient of the logits to 11 bits. The
+            # setting belongs to the whole process, and vLLM resets it, so it is made
+            # after the engines are built.
+            torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
             self.policy.parameters(),
             weight_decay=cfg.weight_decay,
             fused=True,
         )
         # A checkpoint has its step (0 if there is none), its metrics (with those of
-        # its evaluation, if logged), and the rollout batches sampled ahead.
-        self.step, self.metrics, queue = load_checkpoint(
+        # its evaluation, if logged), the rollout batches sampled ahead, and the rows
+        # that had been logged.
+        self.step, self.metrics, queue, rows = load_checkpoint(
             self.out, self.policy, self.optimizer
         )
         self.queue = deque(Rollouts(**fields) for fields in queue)
-        self.log = Log(self.out, tokenizer, cfg.group_size, self.train)
+        self.log = Log(self.out, tokenizer, cfg.group_size, self.train, rows)
 
 
 def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:

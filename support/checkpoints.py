@@ -181,11 +181,14 @@ def make_out_dir(cfg: Config) -> Path:
 def take_folder(out: Path, cfg: Flags) -> None:
     """Create out_dir with its config.json, and lock it until this process ends.
 
-    A run with checkpoints keeps its config.json. Raises Refused if another run holds
-    the lock, and OSError if the folder cannot be created.
+    A run with checkpoints keeps its config.json. Raises Refused if the folder cannot be
+    created or another run holds the lock.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    file = os.open(out / "config.json", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = os.open(out / "config.json", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise Refused(f"out_dir {out} cannot be used: {error}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -260,20 +263,20 @@ def save_checkpoint(
 
 def load_checkpoint(
     out: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Restore policy, optimizer and logged rows from the newest complete checkpoint.
+) -> tuple[int, dict[str, Any], list[dict[str, Any]], dict[str, str]]:
+    """Restore policy and optimizer from the newest complete checkpoint.
 
-    metrics.jsonl and samples.jsonl get the rows that they had when it was saved.
-    Returns its step, its metrics, and the fields of its unused rollouts: a run that is
+    Returns its step, its metrics, the fields of its unused rollouts, and, on rank 0,
+    the rows that metrics.jsonl and samples.jsonl had when it was saved. A run that is
     resumed at lag 4 continues with the batches that it had sampled ahead. Without a
-    checkpoint, the step is 0, and nothing is restored. Raises Refused if the checkpoint
-    cannot be read. A collective.
+    checkpoint, the step is 0, and there are no rollouts and rows. Raises Refused if the
+    checkpoint cannot be read. A collective.
     """
     newest = [max(checkpoints(out).items(), default=(0, out))]
     dist.broadcast_object_list(newest)
     [(step, checkpoint)] = newest
     if step == 0:
-        return 0, {"step": 0}, []
+        return 0, {"step": 0}, [], {}
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
     try:
@@ -293,9 +296,7 @@ def load_checkpoint(
             "to continue from the one before"
         ) from error
     set_state_dict(policy, optimizer, **state)
-    for name, text in own.get("rows", {}).items():  # Only rank 0 has rows.
-        (out / name).write_text(text)
-    return step, own["metrics"], own["queue"]
+    return step, own["metrics"], own["queue"], own.get("rows", {})
 
 
 def reason_of(error: BaseException) -> str:
@@ -330,3 +331,6 @@ def save_model(
                 for file in Path(model.name_or_path).glob(pattern):
                     if file.is_file():
                         shutil.copyfile(file, unfinished / file.name)
+            # Only their owner may read these files yet.
+            for file in unfinished.glob("*.safetensors"):
+                shutil.copymode(unfinished / "config.json", file)

@@ -8,6 +8,7 @@ a flag overrides them all.
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -101,12 +102,14 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first sentence of an error's message, on one line.
+    """Return the first sentences of an error's message, on one line.
 
-    If it is a single word, as in KeyError('x'), the type of the error is added.
+    The sentences after 30 characters are advice on the options of other programs. If
+    the message is a single word, as in KeyError('x'), the type of the error is added.
     """
-    sentence, *_ = " ".join(str(error).split()).split(". ")
-    return sentence if " " in sentence else repr(error)
+    text = " ".join(str(error).split())
+    reason, *_ = re.split(r"(?<=.{30}\S)\. ", text)
+    return reason if " " in reason else repr(error)
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -146,7 +146,7 @@ class Config(SharedConfig):
     instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
     """tokens in a forward pass, including padding: sets the memory, not the result;
-    lowered on a CPU if the activations of these tokens would take over 4 GB"""
+    lowered on a CPU if their activations would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 

@@ -32,17 +32,16 @@ These come from a single update:
     logprob_abs_diff     mean |log pi_theta - log pi_b|, in nats per token, before the
                          step's first update
 
-rollout_seconds, reward_seconds, update_seconds and sync_seconds are those of rank 0.
-With a lag, the first step samples several batches and the last steps sample none.
-peak_memory_gb is the most memory of rank 0's GPU that torch has held so far, including
-that of a sleeping engine, in GB of 2^30 bytes; on a CPU it is 0. If the policy was
-evaluated, the line also has heldout_pass@1 (sampled at policy_temperature) and
-heldout_greedy. Both evaluate the policy, never an fp8 copy.
+rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb are
+those of rank 0. With a lag, the first step samples several batches and the last steps
+sample none. If the policy was evaluated, the line also has heldout_pass@1 (sampled at
+policy_temperature) and heldout_greedy. Both evaluate the policy, never an fp8 copy.
 
 The seconds in a printed line are those of the four phases together.
 """
 
 import json
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -70,6 +69,8 @@ class Log:
     tokenizer: PreTrainedTokenizerBase
     group_size: int
     dataset: Dataset  # the problems trained on
+    # The rows before the checkpoint of a resumed run, by file. `write` restores them.
+    rows: dict[str, str] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)  # of the phases of a step
 
     @contextmanager
@@ -103,7 +104,7 @@ class Log:
             metrics[name] = mean.item()
         metrics["entropy"] /= metrics["response_tokens"]
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
-        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics["peak_memory_gb"] = peak_memory_gb()
         self.seconds.clear()
         if dist.get_rank() == 0:
             self.append_samples(step, rollouts)
@@ -116,6 +117,11 @@ class Log:
         """
         if dist.get_rank() > 0:
             return
+        # The log is restored only here, so that a resume that fails earlier changes
+        # nothing.
+        for name, text in self.rows.items():
+            (self.out / name).write_text(text)
+        self.rows = {}
         step = metrics["step"]
         append_row(self.out / "metrics.jsonl", metrics)
         line = f"step {step:4d}"
@@ -178,6 +184,16 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise Stopped(f"{path} cannot be written: {error}") from error
+
+
+def peak_memory_gb() -> float:
+    """Return the most memory that this rank has used, in GB of 2^30 bytes.
+
+    On CUDA it is torch's count, which includes the memory of a sleeping engine.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def draw_curves(rows: Any) -> Any:

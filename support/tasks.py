@@ -313,7 +313,7 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
                 parse_constant=lambda name: None,
             )
             rows[number] = {**row}  # TypeError: "is not a mapping"
-            check_escapes("\n".join(map(str, row.values())))
+            check_escapes(" ".join(str(row.get(column)) for column in COLUMNS))
         except Exception as error:  # also RecursionError, for many brackets
             raise Refused(
                 f"{path}, line {number} is not a usable JSON object, and a task has "
@@ -323,13 +323,15 @@ def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def check_escapes(text: str) -> None:
-    r"""Raise ValueError if a text that was read from JSON is not what its author wrote.
+    r"""Raise ValueError if a text from JSON seems to have lost a backslash of LaTeX.
 
     JSON reads \boxed, \frac and \times as a control character and oxed, rac and imes.
     """
     text.encode()  # This fails on half of a character, such as "\ud83d".
     if found := re.search(
-        r"[\b\f][a-z]+|\t(?:ext|heta|imes|frac(?![a-z]))|\r(?:ight|ho)\b", text
+        r"[\b][a-z]+|\f(?:rac|orall|box)|\t(?:ext[a-z]*\{|heta\b|imes\b|frac\b|riangle)|"
+        r"\r(?:ight(?:arrow|[)}\].|\\])|angle\b|ho\b)|\n(?:abla|eq|otin)\b",
+        text,
     ):
         raise ValueError(
             f"{found[0]!r} was probably written with a single backslash: write two"
@@ -355,7 +357,7 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
             texts = Features(dict.fromkeys(rows.features, Value("string")))
             rows = load(features=texts, keep_default_na=False)
         for column in COLUMNS:
-            kind = str(rows.features.get(column))
+            kind, *_ = str(rows.features.get(column)).split("(names")
             if re.search(r"^(Json|ClassLabel)|float(16|32)", kind):
                 raise ValueError(
                     f"its {column} is {kind} (Json: text in some rows, and a number or "
@@ -516,7 +518,7 @@ def load_split(
     # Large datasets often have a few problems with two different answers.
     if len({*map(repr, problems)}) >= 2 * len({*map(repr, prompts)}):
         raise Refused(
-            f"most prompts of {name_or_path} have several different answers, such as "
+            f"the prompts of {name_or_path} have two or more answers each, such as "
             f"{problems[0]['prompt'][:50]!r}: the problem is in a column that is not "
             "read or in several rows, or the model's chat template is not one for texts"
         )

@@ -73,12 +73,15 @@ def build(model_type: str, fields: dict, folder: str) -> None:
 
 def gap(folder: str, mesh, alive: list) -> float:
     """Return the largest |log pi_theta - log pi_b| on samples of up to 110 tokens."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
 
     # Engines share tables of positions, which a failed load leaves damaged.
     rotary_embedding._ROPE_DICT.clear()
-    policy = build_policy(folder, mesh)
     engine = Engine(folder, 120, load_format="dummy", kv_cache_gb=0.02)
+    # An earlier engine may have changed the class of the policy's model.
+    with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+        policy = build_policy(folder, mesh)
     alive += [engine, policy]
     engine.load_weights(full_weights(policy), version="0")
     prompts = [list(range(3, 6 + 9 * k)) for k in range(4)]

@@ -1,6 +1,7 @@
 """Test what a run writes: checkpoints, the log, the model and the figure."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -60,7 +61,7 @@ def trained(group):
         save_checkpoint(out, step, policy, optimizer, queue, {"step": step})
 
     def load(out: Path) -> dict[str, Any]:
-        step, metrics, _ = load_checkpoint(out, policy, optimizer)
+        step, metrics, _, load.rows = load_checkpoint(out, policy, optimizer)
         for weight in policy.parameters():
             assert (weight.full_tensor() == step).all()
         return metrics
@@ -225,6 +226,7 @@ def test_a_saved_model_has_the_files_of_its_source_and_weights_of_the_same_dtype
     ]
     assert "lm_head.weight" not in weights
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)  # and in dtype
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1
 
 
 def test_a_folder_in_which_another_run_is_at_work_is_refused(group, tmp_path):
@@ -275,7 +277,13 @@ def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(
         else:
             path.write_bytes(path.read_bytes().replace(b'{"step": 2}\n', damage))
     assert load(tmp_path) == {"step": 3} | kept
-    assert [path.read_bytes() for path in paths] == [before, before]
+    # The log restores the rows with its first line. Until then nothing has changed.
+    assert before not in [path.exists() and path.read_bytes() for path in paths]
+    log = Log(tmp_path, None, 2, None, load.rows)
+    log.write({"step": 3} | TRAINED)
+    log.write({"step": 4} | TRAINED)
+    assert paths[1].read_bytes() == before
+    assert re.findall(r'"step": (.)', paths[0].read_text()) == [*"01234"]
 
 
 def test_a_folder_that_a_node_does_not_see_is_refused(group, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ import train
 from eval import EvalConfig, estimate, load_benchmarks, pass_at_k
 from reward import score
 from rollout import Engine, noise_seed
+from support.command import Refused
 
 # pass@k
 
@@ -154,7 +155,8 @@ def test_an_out_dir_is_checked_before_an_engine_is_built_and_a_failed_start_is_n
     script, run_here, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(Engine, "__init__", dict)  # which cannot build one
-    with pytest.raises(OSError, match="Not a directory: 'README.md/run'"):
+    sentence = "out_dir README.md/run cannot be used: .Errno 20. Not a directory"
+    with pytest.raises(Refused, match=sentence):
         run_here(script, "--out_dir=README.md/run")
     for _ in range(2):  # an empty folder, and one with a config.json
         with pytest.raises(TypeError):

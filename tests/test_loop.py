@@ -432,7 +432,7 @@ def test_a_run_leaves_the_files_that_it_promises(run):
     assert (run.out / "curves.png").stat().st_size > 10_000
     for row in run.metrics[1:]:
         assert min(row[f"{phase}_seconds"] for phase in PHASES) > 0
-        assert row["peak_memory_gb"] == 0  # of a GPU
+        assert 0.5 < row["peak_memory_gb"] < 50
     assert not (run.out / "checkpoints").exists()  # without --save_every
 
 

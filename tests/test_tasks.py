@@ -426,7 +426,7 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
         # Blank lines count, so that the number is that of an editor.
         (
             GOOD + '\n\n{"prompt": "1+1", "answer": NaN}\n',
-            "1 of the 2 .* have to be corrected or removed, such as row 4: it has no an",
+            "1 of the 2 .* have to be corrected or removed, such as row 4: it has no",
         ),
         (
             '{"x": "2"}\n' + GOOD + '{"prompt": "1", "answer": "}{"}\n' * 3,

@@ -143,8 +143,8 @@ test_tasks.test_a_limit_takes_the_first_problems_and_their_prompts
 
 every minibatch has the first rows
 train.main
-- rows_of_rank.chunk(cfg.minibatches)
-+ [rows_of_rank.chunk(cfg.minibatches)[0]] * cfg.minibatches
+- torch.arange(len(rollouts.text)).chunk(cfg.minibatches)
++ [torch.arange(len(rollouts.text)).chunk(cfg.minibatches)[0]] * cfg.minibatches
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 there is only one pass
@@ -155,14 +155,14 @@ test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 groups are split between minibatches
 train.main
-- rows_of_rank.chunk(cfg.minibatches)
-+ [rows_of_rank[i :: cfg.minibatches] for i in range(cfg.minibatches)]
+- torch.arange(len(rollouts.text)).chunk(cfg.minibatches)
++ torch.arange(len(rollouts.text)).view(-1, cfg.minibatches).T
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 minibatches do not follow the order of the prompts on a rank
 train.main
-- rows_of_rank.chunk(cfg.minibatches)
-+ rows_of_rank.roll(cfg.group_size).chunk(cfg.minibatches)
+- torch.arange(len(rollouts.text)).chunk(cfg.minibatches)
++ torch.arange(len(rollouts.text)).roll(cfg.group_size).chunk(cfg.minibatches)
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 micro-batches are larger than allowed
@@ -659,8 +659,8 @@ support.checkpoints.load_checkpoint
 test_resume.test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit
 
 a resume keeps the rows of later steps
-support.checkpoints.load_checkpoint
-- (out / name).write_text(text)
+support.log.Log.write
+- (self.out / name).write_text(text)
 + pass
 test_checkpoints.test_a_resumed_run_has_the_rows_that_its_checkpoint_had
 
