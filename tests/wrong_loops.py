@@ -156,7 +156,7 @@ test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 groups are split between minibatches
 train.main
 - torch.arange(len(rollouts.text)).chunk(cfg.minibatches)
-+ torch.arange(len(rollouts.text)).view(-1, cfg.minibatches).T
++ tuple(torch.arange(len(rollouts.text)).view(-1, cfg.minibatches).T)
 test_loop.test_each_pass_goes_through_all_groups_with_the_settings_of_the_run
 
 minibatches do not follow the order of the prompts on a rank
