@@ -104,11 +104,12 @@ def read_recipe(path: str) -> dict[str, Any]:
 def one_line(error: BaseException) -> str:
     """Return the first sentences of an error's message, on one line.
 
-    The sentences after 30 characters are advice on the options of other programs. If
-    the message is a single word, as in KeyError('x'), the type of the error is added.
+    A sentence that ends after 22 characters or later is the last one, because advice on
+    the options of other programs may follow it. If the message is a single word, as in
+    KeyError('x'), the type of the error is added.
     """
     text = " ".join(str(error).split())
-    reason, *_ = re.split(r"(?<=.{30}\S)\. ", text)
+    reason, *_ = re.split(r"(?<=.{22}\S)\. ", text)
     return reason if " " in reason else repr(error)
 
 

@@ -355,11 +355,11 @@ def test_a_file_is_both_splits_and_a_folder_has_two(tmp_path):
 
 # Data must not run code, so a task.json cannot name a verifier such as os:system.
 UNUSABLE_SETTINGS = r"""
-{"verifer": "exact"} -> task\.json may give .*verifer
-{"verifier": "exakt"} -> task\.json may give .*should be 'exact', 'gsm8k'
-{"verifier": "os:system"} -> a verifier \(exact, .*; one of your own is given by --verif
+{"verifer": "exact"} -> task\.json may have .*verifer
+{"verifier": "exakt"} -> task\.json may have .*should be 'exact', 'gsm8k'
+{"verifier": "os:system"} -> \(exact, .*\(--verifier module:name gives your own veri
 {"verifier": "exact"} -> is exact, .* asks for a box: give another instr
-{"instruction": 7} -> and an instruction: instruction Input should be a valid string$
+{"instruction": 7} -> verifier\): instruction Input should be a valid string$
 {"instruction": "\ud83d"} -> surrogates not allowed
 {"instruction": "Use \boxed{}."} -> '\\x08oxed' was probably written with a single
 {"instruction": "Solve {question}."} -> a placeholder, '{question}': the pro
@@ -563,7 +563,7 @@ def test_problems_that_most_often_have_several_golds_are_refused(load):
     for prompts in (["Solve it."], ["Solve it.", "Please solve it."]):
         golds = range(2 * len(prompts))
         rows = [{"prompt": prompts[n // 2], "answer": n, "text": n} for n in golds]
-        with pytest.raises(Refused, match="several different answers, such as 'Solve "):
+        with pytest.raises(Refused, match="have two or more answers each, such as 'Solve "):
             load(*rows)
         # If only some problems have two golds, or the golds are equal, these are used.
         assert len(load(*rows[1:], *own("7")).problems) == len(rows)
