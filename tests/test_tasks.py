@@ -563,7 +563,7 @@ def test_problems_that_most_often_have_several_golds_are_refused(load):
     for prompts in (["Solve it."], ["Solve it.", "Please solve it."]):
         golds = range(2 * len(prompts))
         rows = [{"prompt": prompts[n // 2], "answer": n, "text": n} for n in golds]
-        with pytest.raises(Refused, match="have two or more answers each, such as 'Solve "):
+        with pytest.raises(Refused, match="two or more answers each, such as 'Solve "):
             load(*rows)
         # If only some problems have two golds, or the golds are equal, these are used.
         assert len(load(*rows[1:], *own("7")).problems) == len(rows)
