@@ -73,8 +73,12 @@ loss.py: 1.2
 
 the result in float32, whose range does not include e^160
 loss.py: 1.4
-- [mask].double().exp()
-+ [mask].exp()
+- [mask].double().exp()  # (7)
+-     count = torch.ones_like(ratio).sum()
+-     return torch.stack([count, ratio.sum(), ratio.square().sum()])
++ [mask].exp()  # (7)
++     count = torch.ones_like(ratio).sum()
++     return torch.stack([count, ratio.sum(), ratio.square().sum()]).double()
 
 the result of clamping log rho at 20 nats
 loss.py: 1.4
