@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study.runs import ROOT, commit_here, table, words_of
 from support.command import Flags, Refused, parse_flags, run_script
 from support.log import PHASES
-from support.models import check_model
+from support.models import check_model, model_folder
 from support.tasks import load_task, task_of
 from train import Config, problem_indices
 
@@ -274,7 +274,9 @@ def main() -> None:
     out = Path(bench.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = {}
-    models = {"tiny": {}} | ({bench.model: PRETRAINED} if bench.model else {})
+    models = {"tiny": {}}
+    if bench.model:  # an absolute path, because an earlier commit has another folder
+        models[str(Path(model_folder(bench.model)).resolve())] = PRETRAINED
     for dtype, (model, settings) in itertools.product(bench.dtypes, models.items()):
         # This learning rate is so small that the policy, and so the length of its
         # responses, does not change.
