@@ -300,7 +300,7 @@ def load_checkpoint(
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first sentence of an error.
+    """Return the reason of an error, as `one_line` does.
 
     A CheckpointException holds the errors of several ranks, of which the last counts.
     """
