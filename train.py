@@ -104,8 +104,8 @@ def main() -> None:
         with log.phase("sync"):
             sync(engine, policy, step, check_on)
 
-        # 5 Save, evaluate, log: the statistics are averaged over the updates, except
-        # for the smallest e_B and the mismatch before the first update.
+        # 5 Save, evaluate, log: the statistics are averaged over the updates. But
+        # ess_min is the smallest e_B, and logprob_abs_diff is from the first update.
         metrics = log.metrics_of(step, rollouts)
         for name in updates[0]:
             metrics[name] = fmean(stats[name] for stats in updates)
@@ -270,19 +270,20 @@ class Run:
         )
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
         if mesh.device_type == "cuda" and cfg.dtype == "bfloat16":
-            # The head's product may use TF32, which holds a bfloat16 exactly; the
-            # backward pass then rounds the gradient of the logits to 11 bits. The
-            # setting belongs to the whole process, and vLLM resets it, so it is made
-            # after the engines are built.
+            # Policy multiplies the hidden states by the head in float32. TF32 is
+            # precise enough for this: it represents both factors exactly, as they have
+            # bfloat16 values, and rounds only the gradient of the logits, to 11 bits.
+            # The setting is global and vLLM resets it, so the engines are built first.
             torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
             self.policy.parameters(),
             weight_decay=cfg.weight_decay,
             fused=True,
         )
-        # A checkpoint has its step (0 if there is none), its metrics (with those of
-        # its evaluation, if logged), the rollout batches sampled ahead, and the rows
-        # that had been logged.
+        # The results are the checkpoint's step (0 if there is no checkpoint), the
+        # metrics of this step (and of its evaluation, if it was logged), the rollout
+        # batches that had been sampled ahead, and the lines of metrics.jsonl and
+        # samples.jsonl.
         self.step, self.metrics, queue, rows = load_checkpoint(
             self.out, self.policy, self.optimizer
         )
@@ -401,8 +402,8 @@ def micro_batches(
     that they have equally many rows, and the longest sequence of all ranks determines
     how many responses a micro-batch has. Responses are grouped by the power of two
     below their length, which limits the padding. Within a micro-batch they keep their
-    order: most responses to a prompt are neighbors, for which policy.distinct_tokens
-    computes the prompt only once. A collective.
+    order. So most responses to the same prompt are neighbors, and the policy computes
+    the prompt only once for them (see policy.distinct_tokens). A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
