@@ -26,7 +26,7 @@ from support.models import load_tokenizer, model_folder, turn_end_tokens
 
 @dataclass
 class Rollouts:
-    """N responses, padded on the right. In [N, T], column t is a response's token t."""
+    """N responses, padded on the right. Column t of an [N, T] tensor is for token t."""
 
     tokens: torch.Tensor  # [N, L] prompt, response, end of sequence, padding of -1
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
@@ -36,7 +36,7 @@ class Rollouts:
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of top_tokens, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without its end of sequence
-    weight_version: str  # the step after which the sampling weights were synced
+    weight_version: str  # the step after which the engine got the weights it used
     gold: list[str] | None = None  # [N] the gold answer
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], equal on all tokens of a response
@@ -69,8 +69,9 @@ def prompts_of_rank(prompt_count: int) -> range:
 def noise_seed(seed: int, group: int, samples: int) -> int:
     """Return the noise seed of a group's first sample; sample j has this seed plus j.
 
-    Every group has `samples` samples, so no two samples of a run share a seed. A run's
-    first seed is a random number, so that two runs hardly ever share any.
+    Every group has `samples` samples, so no two samples of a run share a noise seed.
+    The first is a pseudorandom function of `seed`, so that runs with different seeds
+    hardly ever share a noise seed.
     """
     return random.Random(seed).getrandbits(31) + group * samples
 
@@ -101,10 +102,11 @@ LLM_OPTIONS = {
     # The head is applied in float32, as in Policy.
     "hf_overrides": {"head_dtype": "float32"},
     "distributed_executor_backend": "external_launcher",  # runs in this process
-    # Mistral's repositories also have files in Mistral's own format.
+    # Mistral's repositories also have files in Mistral's own format, not read here.
     "config_format": "hf",
     "tokenizer_mode": "hf",
-    # vLLM only checks that this share is free; kv_cache_memory_bytes sets the size.
+    # vLLM only checks that this share of the memory is free. The size of the KV cache
+    # is set by kv_cache_memory_bytes.
     "gpu_memory_utilization": 0.01,
     "use_tqdm_on_load": False,  # Draw no progress bar on stderr.
 }
@@ -154,7 +156,7 @@ class Engine:
         model = model_folder(model)
         self.can_sleep = can_sleep and cuda  # vLLM can sleep on GPUs only.
         if cuda and dist.get_rank() == 0:
-            print("vLLM captures CUDA graphs: a minute or more", flush=True)
+            print("vLLM captures CUDA graphs, which takes a minute or more", flush=True)
         try:
             self.llm = LLM(
                 model,
@@ -183,7 +185,7 @@ class Engine:
         self.top_logprobs = min(top_logprobs, vocabulary)
         if tp > 1 and not cuda:
             unlink_shared_memory()
-            # vLLM also makes a message queue between these ranks, which is not used.
+            # Drop the message queue that vLLM makes for these ranks: it is not used.
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = load_tokenizer(model)
         # A base model with a chat template may not stop at the end of its turn.
