@@ -20,12 +20,12 @@ from support.command import Stopped
 from support.models import model_folder
 
 CHUNK = 1024  # response tokens whose logits exist at the same time
-# The largest mean |log pi_theta - log pi_b|, in nats per token, that is accepted right
-# after a sync. We measured 7e-6 in float32, 0.004 in float16, 0.03 in bfloat16 and, in
-# fp8, 0.2 with SmolLM2-135M (on sums and on formulas), 0.22 with 1.5 billion random
-# weights, and less with the policy in tiny/. For comparison, one of its updates changes
-# log pi_theta by about 0.001, and a layer that is not synced changes it by several
-# nats.
+# check_sync accepts a mean |log pi_theta - log pi_b| of at most this many nats per
+# token. Without fp8 we measured 7e-6 in float32, 0.004 in float16 and 0.03 in bfloat16.
+# With fp8 we measured 0.2 for SmolLM2-135M, both on sums and on formulas, 0.22 for a
+# model of 1.5 billion random weights, and less for the policy in tiny/. For comparison,
+# one update of the policy in tiny/ changes log pi_theta by about 0.001, and a layer
+# that was not synced changes log pi_b by several nats.
 SYNC_LIMITS = {
     torch.float32: 1e-4,
     torch.float16: 0.03,
@@ -48,8 +48,9 @@ class Policy(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
         model.set_attn_implementation("attend_in_rows")
-        # If vLLM has no code of its own for a model, it changes the class of
-        # transformers so that it is compiled. This attribute exempts the policy.
+        # If vLLM has no implementation of its own for a model, it changes the model's
+        # class in transformers so that the forward pass is compiled. This attribute
+        # exempts the policy.
         model.base_model.do_not_compile = True
         self.model = model
         self.temperature = temperature
@@ -58,14 +59,15 @@ class Policy(torch.nn.Module):
         """Return log pi_theta of the response tokens and of their K top_tokens.
 
         The shapes are [N, T] and [N, T, K]. Values are float32, in nats, and 0 on
-        padding. The head is applied in float32 (or TF32: see build_policy),
-        only to positions that predict a response token, CHUNK of them at a time. The
-        backward pass computes their logits again, so no logits are kept.
+        padding. The head is applied in float32 (or TF32: see train.Run), and only to
+        positions that predict a response token, CHUNK of them at a time. The backward
+        pass computes their logits again, so no logits are kept.
         """
         index, computed = distinct_tokens(rollouts.tokens)
         for layer in self.model.base_model.layers:
             # attend_in_rows reads this layout. With gradient checkpointing the backward
-            # pass reads it again, so it must come before the next forward pass.
+            # pass reads it again, so each backward pass must come before the next
+            # forward pass.
             layer.self_attn.layout = index, computed
         output = self.model.base_model(
             input_ids=rollouts.tokens[computed][None],  # [1, S]
