@@ -98,10 +98,12 @@ def compute_rewards(
 # Matches the first two parameters of a function that does not take responses and golds.
 OTHER_PARAMETERS = re.compile(
     r"""(?x)
-    # prompts or golds come first: prompts completions, doc results, y_true y_pred
+    # prompts or golds come first, as in (prompts, completions), (doc, results) and
+    # (y_true, y_pred)
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
-    # responses come second and not first: args sample; but not texts expected_outputs
+    # responses come second and not first, as in (args, sample), but not as in
+    # (texts, expected_outputs)
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)
         \w*(?:completion|response|output|pred|sample|prompt)"""
@@ -113,7 +115,7 @@ def check_verifier(dataset: Dataset) -> None:
 
     Reward functions of other trainers often take (prompts, completions, ...), and
     metrics often take (golds, responses). Such a function would get the responses as
-    prompts or as golds, so it is refused by the names of its parameters.
+    prompts or as golds, so it is refused if its parameters have such names.
     """
     if dataset.verifier in VERIFIERS:
         return
@@ -137,7 +139,9 @@ def checked_score(responses: list[str], golds: list[str], verifier: str) -> list
     try:
         rewards = score(responses, golds, verifier)
         if len(rewards) != len(golds) or not all(0 <= each <= 1 for each in rewards):
-            raise ValueError(f"it gave {rewards[:9]}, not a number in [0, 1] for each")
+            raise ValueError(
+                f"it gave {rewards[:9]}, not a number in [0, 1] for each response"
+            )
     except Exception as error:  # it may raise anything
         if len(golds) > 1:  # find the response on which it fails
             for response, gold in zip(responses, golds, strict=True):
