@@ -1,7 +1,8 @@
 r"""Finds the final answer of a response.
 
-The final answer is the last \boxed{...}, or else the line after the last ####. It must
-come after the thoughts, which end with a tag such as </think>.
+The final answer is the content of the last \boxed{...}, or else the text from the last
+#### to the end of the line. It must come after the thoughts, which end with a tag such
+as </think>.
 """
 
 import re
@@ -53,8 +54,8 @@ THOUGHT_TAG = re.compile(
     )"""
 )
 # What ends the model's turn: <|im_end|>, <|eot_id|>, <|end_of_turn|>, <turn|>, </s>, or
-# the beginning of the user's turn. In gpt-oss and Solar Open <|end|> also ends a
-# message of the model before its next one.
+# the beginning of the user's turn. In gpt-oss and Solar Open, <|end|> may also separate
+# two messages of the model's turn, and then does not end the turn.
 TURN_END = re.compile(
     r"""(?ix)
     [<\[][|｜] (?:(?:im|role|turn|assistant)_end|(?:\w+:)?eo[astdm](?:_id|_token)?|
@@ -96,7 +97,10 @@ def without_thoughts(response: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the last \boxed{...}, the line after the last ####, or ""."""
+    r"""Return the last box's content, or else what follows the last #### on its line.
+
+    The result is "" if there is neither a box nor a ####.
+    """
     if box := last_box(text):
         return box
     _, marker, rest = text.rpartition("####")

@@ -1,8 +1,8 @@
 r"""Parses a LaTeX formula and decides whether two formulas are equal.
 
 latex2sympy parses a formula; Parser corrects two of its readings. The comparison is not
-that of math_verify, which treats lists as sets, rounds what is below 1e-100 to 0 and
-gives another verdict if gold and answer are swapped.
+that of math_verify, which treats lists as sets, rounds what is below 1e-100 to 0, and
+may give another verdict if gold and answer are swapped.
 
 A comparison may never end, so judge.py runs it in processes that it can kill.
 """
@@ -67,9 +67,10 @@ def parse_formula(latex: str) -> Any:
 def normal_form(formula: Any) -> Any:
     """Return a list if order does not matter, a tuple if it does, else a sympy object.
 
-    A list keeps repeated items. (1,2) is a pair, a column vector and an open interval;
-    [1,2) has two more items, for its ends. A union is the list of its intervals. An
-    inequality in one variable is the set of the values that the variable may have.
+    A list keeps repeated items. The tuple (1,2) stands for a pair, a column vector or
+    an open interval; that of [1,2) has two more items, which say which ends are open. A
+    union becomes the list of its intervals, and an inequality in one variable becomes
+    the set of the values that the variable may have.
     """
     if isinstance(formula, (sympy.Union, sympy.Complement, sympy.Intersection)):
         formula = formula.doit()
@@ -137,7 +138,7 @@ def value_of(formula: Any) -> Any:
     if not isinstance(formula, sympy.Eq):
         return formula
     left, right = formula.args
-    # m\angle ABC is parsed as AmBC, and f^{-1}(3) as 1/f(3).
+    # m\angle ABC is parsed as the product A*B*C*m, and f^{-1}(3) as 1/f(3).
     is_name = re.fullmatch(r"[A-Z](\*[A-Zm])+|1/\w\(.*\)", str(left))
     is_sum = all(term.is_Symbol for term in sympy.Add.make_args(left))
     # Somebody who writes (y, x) = (1, 2) does not mean the pair (1, 2).

@@ -1,4 +1,4 @@
-r"""Rewrites LaTeX as people write it into one spelling.
+r"""Rewrites the many spellings of a LaTeX formula as one spelling.
 
 formulas.py parses the result. A missing rule costs the model the reward for a correct
 answer. A rule that strips something that is not a unit can reward a wrong answer, which
@@ -54,8 +54,8 @@ SIGNS = r"""
 #              million is not 18, and an increase is not a decrease
 #   MONTH      months
 #   REAL       the usual range of a parameter, which may be left out
-#   CONDITION  a restriction of that range, with which it may not be left out. Ranges
-#              from 0 or 1 on, and ranges without 0, do not count as restricted
+#   CONDITION  a restriction of that range. A restricted range may not be left out.
+#              Ranges from 0 or 1 on, and ranges without 0, do not count as restricted
 #   AND        words between the items of a list, but not "and" between inequalities
 #   SHORT      units that may follow a number directly
 #   FROM, TO   where an item of a list begins and ends
@@ -316,7 +316,7 @@ TRANSLATION = str.maketrans(dict(re.findall(r"(\S+) (\S+)", SIGNS)))
 
 @functools.lru_cache(65536)
 def latex_of(text: str) -> str:
-    """Return an answer in the one spelling; "" if it is over MAX_LENGTH characters."""
+    """Return an answer in one spelling, or "" if it is over MAX_LENGTH characters."""
     if len(text) > MAX_LENGTH:
         return ""
     text = text.translate(TRANSLATION)
@@ -327,7 +327,7 @@ def latex_of(text: str) -> str:
 
 
 def number_of(latex: str) -> Fraction | None:
-    """Return the exact value of 1,234.50, -.5 or 6e-5; None if it is not a number."""
+    """Return the exact value of a number such as 1,234.50, -.5 or 6e-5, else None."""
     number = r"-?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d\d?)?"
     matches = re.fullmatch(number, latex, re.ASCII)
     return matches and Fraction(latex.replace(",", ""))
