@@ -449,8 +449,8 @@ def apply_gradient(
     """Clip the gradient, make the optimizer step, and clear the gradient.
 
     Returns the norm of the gradient before clipping. Raises FloatingPointError, on all
-    ranks and before the step, if this norm or e_B is not finite. e_B is not finite if
-    a ratio is not finite or exceeds about e^350. A collective.
+    ranks and before the optimizer step, if this norm or e_B is not finite. e_B is not
+    finite if a ratio is not finite or exceeds about e^350. A collective.
     """
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
     grad_norm = norm.full_tensor().item()
