@@ -107,12 +107,12 @@ class Policy(torch.nn.Module):
 
 
 def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
-    """Find the S tokens that have to be computed; tokens is [N, L], padded with -1.
+    """Find the S tokens whose hidden states are computed, among `tokens`, [N, L].
 
     The hidden state of a token depends only on the tokens up to it. If the row above
     begins with the same tokens, the state is not computed again. Responses to the same
     prompt are neighbors, so the prompt is computed once for all of them, and an
-    instruction once for all prompts that begin with it. Padding is not computed at all.
+    instruction once for all prompts that begin with it. Padding (-1) is left out.
 
     Returns `index`, [N, L], and `computed`, the rows and the columns of the S tokens,
     [S] each: tokens[n, l] equals tokens[computed][index[n, l]]. On padding, `index` has
@@ -120,8 +120,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     """
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
-    # Computed tokens are numbered row by row, so in each column the largest number so
-    # far is that of the last computed token.
+    # Computed tokens are numbered row by row, so the numbers in a column grow downward.
+    # The largest one down to a row is that of the nearest computed token.
     number = (is_computed.flatten().cumsum(dim=0) - 1).view_as(tokens) * is_computed
     return number.cummax(dim=0).values, is_computed.nonzero(as_tuple=True)
 
