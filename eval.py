@@ -213,11 +213,11 @@ def main() -> None:
 def write_samples(
     out: Path, task: str, split: Dataset, results: list[dict[str, list]]
 ) -> None:
-    """Append the results of `evaluate` to samples.jsonl, and print their faults.
+    """Append the results of `evaluate` to samples.jsonl, and print two shares.
 
-    It prints what share of the responses was truncated, and what share lacks the mark
-    that the verifier expects. This comes before the intervals, which take a while to
-    compute.
+    They are the share of the responses that were truncated, and the share that lack the
+    mark that the verifier expects. They are printed before the intervals, which take a
+    while to compute.
     """
     for problem, result in zip(split.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})
