@@ -32,7 +32,7 @@ def update(
 
     The weight of a token depends on e_B of the whole batch. So each micro-batch needs
     one forward pass for e_B and a second one for the gradient. Memory can hold the
-    graph of one micro-batch, which saves its second pass: n micro-batches take 2 n - 1
-    forward passes.
+    graph of one micro-batch, which then needs no second pass. So n micro-batches take
+    2 n - 1 forward passes.
     """
     raise NotImplementedError("part 3, the update, is not written yet")

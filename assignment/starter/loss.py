@@ -1,8 +1,8 @@
 """Parts 1 and 2: P3O's loss.
 
 The equations are those of arXiv 2605.12380. The handout, assignment/README.md, explains
-them. Tensors are aligned with the responses, [N, T] for N responses of at most
-T tokens, in nats.
+them. Tensors are aligned with the responses, [N, T] for N responses of at most T
+tokens. Log-probabilities and the KL are in nats.
 
 Replace each `raise NotImplementedError` with your code. Keep the names and signatures,
 because the grader calls them. So does `pytest tests/test_loss.py --loss your/loss.py`,

@@ -38,7 +38,7 @@ class Policy:
         self.passes = 0
 
     def __call__(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Return log pi_theta of the sampled tokens, [N, T], and of K, [N, T, K]."""
+        """Return log pi_theta of the sampled and of K tokens, [N, T] and [N, T, K]."""
         self.passes += 1
         top_logp = (part.features @ self.weight).log_softmax(dim=-1)
         top_logp = top_logp * part.mask[..., None]
@@ -86,11 +86,12 @@ def run_ranks(
     ranks: list[list[Part]],
     run: Callable[..., list[Any]] = run_rank,
 ) -> tuple[list[float], Tensor, list[int]]:
-    """Run `update` on all ranks: e_B of each rank, the average gradient, their passes.
+    """Run `update` on all ranks; return what they computed.
 
-    A real all_reduce waits. Here the ranks take turns: a rank that calls all_reduce is
-    interrupted. Once all ranks have called it, each starts again from the beginning,
-    and the call returns the sum.
+    Returns e_B of each rank, the average of the ranks' gradients, and the number of
+    forward passes of each rank. A real all_reduce waits. Here the ranks take turns: a
+    rank that calls all_reduce is interrupted. Once all ranks have called it, each
+    starts again from the beginning, and the call returns the sum.
     """
     totals: list[Tensor] = []
     while len(totals) <= MAX_ALL_REDUCES:
