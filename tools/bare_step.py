@@ -2,9 +2,9 @@
 
     python tools/bare_step.py JOB
 
-JOB and the lines that this script prints are those of tools/trl_step.py. The script
-does only what every such script must do: it samples, computes log-probabilities and a
-gradient, and makes an optimizer step.
+JOB and the lines that this script prints have the form that tools/trl_step.py
+describes. The script does only what every such script must do: it samples, computes
+log-probabilities and a gradient, and makes an optimizer step.
 """
 
 import json

@@ -4,10 +4,10 @@
     python tools/bench.py --model models/SmolLM2-135M-Instruct \\
         --trl_python .venv-trl/bin/python --dtypes float32,bfloat16
 
-The first command compares the embedded default with a minimal script
-(tools/bare_step.py). The second one also measures a pretrained model (tools/smollm2.py
-makes its folder), and compares both with TRL's GRPOTrainer. TRL needs an environment of
-its own:
+The first command compares a step of the embedded policy with the same step in a minimal
+script (tools/bare_step.py). The second one also measures a pretrained model
+(tools/smollm2.py makes its folder), and compares both with TRL's GRPOTrainer. TRL needs
+an environment of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0
@@ -67,7 +67,7 @@ class BenchConfig(Flags):
     """Measure the seconds of a training step, and compare it with other code."""
 
     model: str = ""
-    """a pretrained model to measure besides the embedded default"""
+    """a pretrained model to measure besides the embedded policy"""
     dtypes: list[Literal["float32", "bfloat16"]] = ["float32"]
     """dtypes in which trainer and engine compute, ours and TRL's"""
     trl_python: str = ""

@@ -111,7 +111,8 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
     tokens = max(cfg.micro_batch_tokens, prompt + cfg.max_response_tokens)
     kept = shape.activations
     if cfg.gradient_checkpointing:
-        # Every layer keeps its input; the one being recomputed, all activations.
+        # Every layer keeps its input, and the one being recomputed keeps all
+        # activations.
         kept = shape.layers * ELEMENT * shape.hidden + kept // shape.layers
     vocabulary = shape.head // shape.hidden
     update = {

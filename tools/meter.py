@@ -1,4 +1,4 @@
-"""Measures how far off-policy a rollout engine makes a policy.
+"""Measures how far off-policy the samples of a rollout engine are.
 
     python tools/meter.py --model tiny --temperature 1.2
     python tools/meter.py --rollout_quantization fp8_per_channel \\
@@ -37,7 +37,7 @@ class MeterConfig(train.Config):
     """Measure how far off-policy rollouts with these flags of train.py are."""
 
     responses: PositiveInt = 256
-    """responses to measure, rounded up to a multiple of the held-out prompts"""
+    """responses to measure, rounded up so that each prompt has equally many"""
 
 
 def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:

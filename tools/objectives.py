@@ -8,11 +8,12 @@ Each function takes the five arguments of `loss.p3o` and returns the loss of eac
 is the stop-gradient. Padding is 0 in all arguments, and train.py leaves its loss out of
 the sum.
 
-m2po and bapo decide on the whole batch B. They see only one micro-batch of one rank, so
-B must be a single micro-batch on a single rank. The gradient of all the other
-objectives is the same however B is divided.
+m2po and bapo need all tokens of the batch B at once. But a call sees only one
+micro-batch of one rank, so for them B must be a single micro-batch on a single rank.
+The gradient of all the other objectives is the same however B is divided.
 
-Numbered points in a docstring are the deviations from the source.
+Numbered points in a docstring are deviations from the source, or differences between
+sources. pi_before is the policy before the first update on a rollout batch.
 """
 
 import math
@@ -102,8 +103,9 @@ def tis(
 
     IMPALA, arXiv 1802.01561, where C is 1.
 
-    1. Other RLHF code truncates pi_old / pi_b at 2 and multiplies it by PPO's clipped
-       loss in pi_theta / pi_old. The two agree at the first update on a rollout batch.
+    1. Other RLHF code truncates pi_before / pi_b at 2 and multiplies it by PPO's
+       clipped loss in pi_theta / pi_before. The two agree at the first update on a
+       rollout batch.
     """
     rho = (logp - logp_behavior).exp()
     return -rho.clamp(max=C).detach() * advantage * logp
@@ -176,13 +178,13 @@ def a3po(
 
     alpha is (d - 1) / d for data that are d updates old. For fresh data it is 0, and
     the loss is GRPO's. The loss clips rho^(1 - alpha), so the older the data, the wider
-    the range of rho. eps and cap are those of AReaL's example, whose d is at most 2.
+    the range of rho. As in AReaL, a token with pi_prox / pi_b above cap has no loss.
+    eps and cap are those of AReaL's example, whose d is at most 2.
 
     1. Here alpha is one number for all data of a run, including its first, fresher
        data. In AReaL each token has its own alpha.
     2. For fresh data the paper's pi_prox is pi_theta, and nothing is clipped.
-    3. As in AReaL, a token with pi_prox / pi_b above cap has no loss. AReaL's example
-       also normalizes advantages over the batch.
+    3. AReaL's example also normalizes advantages over the batch.
     """
     log_rho = logp - logp_behavior
     log_weight = alpha * log_rho.detach()  # log(pi_prox / pi_b)
@@ -367,9 +369,9 @@ def sequence_mask(
     correction (1.16.0, vllm_importance_sampling_mode "sequence_mask"), which has no
     lower bound: a response that has become unlikely fades out.
 
-    1. TRL takes w from the policy before the first update on a rollout batch, and
-       multiplies it by DAPO's loss in pi_theta / pi_before. Here w is that of pi_theta
-       itself. The two agree at the first update.
+    1. In TRL, w is the product of pi_before / pi_b, and it multiplies DAPO's loss in
+       pi_theta / pi_before. Here w is the product of pi_theta / pi_b. The two agree at
+       the first update.
     2. TRL divides the sum by the average token count of the steps on a rollout batch.
        Here, as everywhere in this repository, it is divided by the token count of B.
     """
@@ -474,8 +476,8 @@ def opsm(
 
     1. Both codes leave the mask off until it is asked for. TRL's documentation gives
        0.5 as an example of delta, which is the default here. slime's default is 1e-4.
-    2. As in TRL, pi_b is what the engine sampled from. slime's pi_b is the trainer's
-       policy before the first update on a rollout batch, unless it is told otherwise.
+    2. As in TRL, pi_b is what the engine sampled from. slime's pi_b is pi_before, as
+       the trainer computes it, unless slime is told otherwise.
     3. A dropped response adds exactly 0, even if one of its ratios overflows.
     """
     log_rho = logp - logp_behavior
