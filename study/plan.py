@@ -17,8 +17,8 @@ core.
                  kinds and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
     rules        six rules that frameworks and papers of 2026 use, on four kinds of
-                 data and with 32 updates, and other objectives with 32 updates. A cell
-                 has three seeds, or five if a run collapsed: 125 runs
+                 data and with 32 updates, and other objectives with 32 updates. There
+                 are three seeds, or five if a run collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
@@ -31,10 +31,11 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
     smollm2-rules  the two best of the six rules, TRL's default, P3O, the constant 0.9
                    and GRPO on old data, with three seeds: 36 runs on the same task
 
-study/results/README.md says which commit brings back the parts that are complete.
+Other parts are complete and no longer here; study/results/README.md says which commit
+has them.
 
-Trainer and engine compute in float32, so that results do not depend on the CPU. The
-exception is the fp8 engine, which computes in bfloat16 beside fp8.
+Trainer and engine compute in float32, because the default dtypes depend on the machine.
+The exception is the fp8 engine, which computes in bfloat16 beside fp8.
 """
 
 import argparse
@@ -80,8 +81,8 @@ MISMATCHES: dict[str, Flags] = {
     "4 minibatches": {"minibatches": 4},
     "T = 1.2, lag 4": {"temperature": 1.2, "lag": 4},
 }
-# The kinds of data on which P3O, GRPO 0.2 or REINFORCE lost 0.1 or more with the first
-# seed, in earlier runs in bfloat16.
+# The kinds of data on which P3O, GRPO 0.2 or REINFORCE scored at least 0.1 less than on
+# fresh data, with the first seed, in earlier runs in bfloat16.
 BREAKING = ("lag 4", "lag 16", "4 updates", "16 updates", "4 minibatches")
 
 # Responses are fewer and shorter than in the recipe, so that a run takes minutes.

@@ -196,10 +196,11 @@ LOG_RATIO = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)  # log rho, nats
 def weight_by_ratio(
     objective: Callable[..., torch.Tensor], advantage: float, e_b: float
 ) -> torch.Tensor:
-    """Return w at every rho of LOG_RATIO, [M]; each token is a response of its own.
+    """Return the weight w of a token in the gradient, for each ratio in LOG_RATIO: [M].
 
-    The gradient of a token's loss is -w grad log pi_theta; REINFORCE has w = A. Only
-    the first term of P3O (12) counts, as the KL given to the objective is 0.
+    The gradient of a token's loss is -w grad log pi_theta. For REINFORCE, whose loss is
+    -A log pi_theta, w is A. The KL given to the objective is 0, so only the first term
+    of P3O (12) counts. Each token is a response of its own.
     """
     logp_behavior = torch.full((len(LOG_RATIO), 1), -1.0, dtype=torch.float64)  # [M, 1]
     logp = (logp_behavior + LOG_RATIO[:, None]).requires_grad_()
