@@ -1,9 +1,10 @@
 # %% [markdown]
 # # One training step by hand
 #
-# This notebook makes one step of `train.py`, one line at a time. The policy is the
-# embedded one: 0.64 million parameters that add two numbers column by column, and that
-# often forget the carry. The notebook takes about a minute on two CPU cores.
+# This notebook makes one step of `train.py`, one line at a time. The policy comes with
+# this repository (`tiny/`). It has 0.64 million parameters, adds two numbers column by
+# column, and often forgets the carry. The notebook takes about a minute on two CPU
+# cores.
 #
 # - Sections 1 and 2 sample a batch with the real engine and check the answers.
 # - Sections 3 and 4 measure how far off-policy the batch is.
@@ -11,8 +12,8 @@
 # - Sections 7 and 8 update the policy, and use the same batch again as stale data.
 # - Section 9 samples a hot batch, at temperature 1.4.
 #
-# Equation numbers are those of the paper (arXiv 2605.12380). All imports from this
-# repository are functions that the trainer itself uses.
+# Equation numbers are those of the paper (arXiv 2605.12380). Everything imported from
+# this repository is also used by the trainer.
 
 # %%
 import os
@@ -52,8 +53,9 @@ optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
 #
 # We sample G = 8 responses to each of 16 problems. For every sampled token the engine
 # reports **log pi_b**, its log-probability under the distribution that it was really
-# drawn from. The engine also reports the 20 likeliest tokens. The vocabulary of this
-# policy has only 20 tokens, so these are the whole distribution.
+# drawn from. At each position the engine also reports the 20 likeliest tokens with
+# their log-probabilities. The vocabulary of this policy has only 20 tokens, so these
+# are the whole distribution.
 
 # %%
 G = 8
@@ -99,7 +101,7 @@ for problem, share in zip(problems, reward.view(-1, G).mean(dim=1), strict=True)
 # %% [markdown]
 # ## 3. The ratios and e_B
 #
-# The trainer scores the same tokens with its own forward pass:
+# The trainer scores the same tokens with its own forward pass. A token's ratio is
 #
 # $$\rho_t = \frac{\pi_\theta(y_t \mid x, y_{<t})}{\pi_b(y_t \mid x, y_{<t})}
 # \qquad (7)$$
@@ -334,6 +336,6 @@ colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
 #   the rollouts changed.
 # - P3O drops no token: min(rho, e_B) A is 0 only if A is 0.
 #
-# Every run of `train.py` draws e_B by step in the third panel of its `curves.png`.
+# Every run of `train.py` draws 1 - e_B by step in the third panel of its `curves.png`.
 # `study/README.md` compares the objectives on stale, hot and other off-policy data, and
 # docs/objectives.md shows how each weights a token.
