@@ -228,7 +228,7 @@ def main() -> None:
         if not least <= value <= most  # NaN fails
     ]
     if failed:
-        raise Stopped(f"{name}: not within their limits: {', '.join(failed)}")
+        raise Stopped(f"{name}: these are outside their limits: {', '.join(failed)}")
     print("All numbers are within their limits.")
 
 

@@ -448,7 +448,7 @@ def vespo(
     1. The paper does not clamp log w. Both codes clamp it to [log 1e-8, 20], and so
        does this function. They also clamp each token's log rho to [-20, 20].
     2. The docstring of the authors' recipe names other defaults (1.5, 4 and 2.5 for
-       lambda_pos, k_neg and lambda_neg) than its code, which has these.
+       lambda_pos, k_neg and lambda_neg) than its code, whose defaults are used here.
     """
     log_w, _ = response_log_ratio(logp.detach(), logp_behavior, advantage)
     log_w = log_w.clamp(math.log(1e-8), 20.0)  # [N, 1]
