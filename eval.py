@@ -12,11 +12,11 @@ on the number of ranks. In bfloat16 they may, because rounding then depends on
 the batch size and changes individual tokens.
 """
 
-from support.command import parse_flags, refuse_wrong_flags, run_script
+from support.command import run_script
 from support.config import EvalConfig
 
 if __name__ == "__main__":
-    refuse_wrong_flags(EvalConfig)  # before the imports below, which take seconds
+    EvalConfig.refuse_wrong_flags()  # before the imports below, which take seconds
 
 import json
 import os
@@ -162,7 +162,7 @@ def load_benchmarks(cfg: EvalConfig) -> dict[str, Dataset]:
 
 
 def main() -> None:
-    cfg = parse_flags(EvalConfig)
+    cfg = EvalConfig.from_flags()
     # The user's input is checked before anything slow is built.
     benchmarks = load_benchmarks(cfg)
     out = Path(cfg.out_dir or time.strftime(f"runs/eval-%Y%m%d-%H%M%S-{os.getpid()}"))

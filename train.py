@@ -21,11 +21,11 @@ resumes.jsonl, curves.png, checkpoints/, model/}. These terms are used throughou
     collective      a function that all ranks have to call together
 """
 
-from support.command import Refused, parse_flags, refuse_wrong_flags, run_script
+from support.command import Refused, run_script
 from support.config import Config
 
 if __name__ == "__main__":
-    refuse_wrong_flags(Config)  # before the imports below, which take seconds
+    Config.refuse_wrong_flags()  # before the imports below, which take seconds
 
 import copy
 import math
@@ -70,7 +70,7 @@ MAX_ACTIVATIONS = 2**30  # numbers, on a CPU: 4 GB in float32
 
 
 def main() -> None:
-    cfg = parse_flags(Config)
+    cfg = Config.from_flags()
     objective = find_objective(cfg.objective, cfg.objective_args)
     run = Run(cfg)
     engine, policy, optimizer = run.engine, run.policy, run.optimizer

@@ -11,7 +11,7 @@ from assignment.solution.experiment import paired_interval
 from loss import LOSSES
 
 # The grader needs nothing else of the trainer.
-from support.command import Refused, parse_flags
+from support.command import Refused
 from support.config import NEUTRAL_FIELDS, Config
 
 Sentence = Annotated[str, Field(min_length=40)]
@@ -94,7 +94,7 @@ def wrong_flags(flags_of_arms: list[list[str]]) -> str:
         ):
             return "leave --seed, --config and --help out of the flags"
         try:
-            cfg = parse_flags(Config, flags)
+            cfg = Config.from_flags(flags)
         except (Refused, SystemExit, RecursionError) as error:
             return f"train.py refuses the flags: {quoted(error)}"
         name = cfg.objective

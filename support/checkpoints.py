@@ -1,9 +1,8 @@
 """Keeps a run's folder: its configuration, its checkpoints and the final model.
 
 A checkpoint is a folder. It holds the shards of weights and moments that
-torch.distributed.checkpoint writes and, for each rank, the step's metrics and the
-rollouts that no step has used yet. Rank 0 adds the rows of metrics.jsonl and
-samples.jsonl.
+torch.distributed.checkpoint writes and, for each rank, the step's metrics, the rollouts
+that no step has used yet, and the rows of metrics.jsonl and samples.jsonl.
 
 No random state is saved because none is needed: the order of the problems and the
 sampling noise are pure functions of (seed, step), and nothing else is random.
@@ -15,13 +14,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import torch
 import torch.distributed as dist
@@ -73,10 +70,6 @@ def check_out_dir(cfg: Config) -> None:
             f"--resume: the run in out_dir {out} has ended, and has no checkpoint to "
             "continue from: choose another folder"
         )
-    if cfg.steps < done:
-        raise Refused(
-            f"--resume: {out} has done {done} steps, but steps is {cfg.steps}"
-        )
     path = out / "config.json"
     try:
         stored = json.loads(path.read_text())
@@ -89,7 +82,7 @@ def check_out_dir(cfg: Config) -> None:
     allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
     # With a lag, a run of more steps would have sampled more batches by now. This makes
     # no difference to a run that takes no further step.
-    if cfg.lag == 0 or cfg.steps == done:
+    if cfg.steps == done or cfg.steps > done and cfg.lag == 0:
         allowed = allowed | {"steps"}
     for name, new in config_of(cfg).items():
         old = stored.get(name)
@@ -125,21 +118,11 @@ def check_free(out_dir: str) -> None:
 def config_of(cfg: Flags) -> dict[str, Any]:
     """Return the content of config.json.
 
-    It has the fields of a configuration, the number of ranks, the commits that were
-    read from the hub, and the environment variables of vLLM, torch and OpenMP, which
-    may change a run.
+    It has the fields of a configuration, the number of ranks, and the commits that were
+    read from the hub.
     """
-    libraries = "VLLM_(?!API_KEY)|OMP_|KMP_|MKL_|TORCH_|PYTORCH_|CUDA_|NCCL_"
-    return {
-        **cfg.model_dump(),
-        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
-        "commits": COMMITS,
-        "environment": {
-            name: value
-            for name, value in os.environ.items()
-            if re.match(libraries, name)
-        },
-    }
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    return {**cfg.model_dump(), "ranks": ranks, "commits": COMMITS}
 
 
 def make_out_dir(cfg: Config) -> Path:
@@ -172,8 +155,8 @@ def make_out_dir(cfg: Config) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "config.json").exists():
         raise Refused(
-            f"out_dir {out} of {socket.gethostname()} is not that of the first rank: "
-            "give a folder on a file system that all nodes share"
+            f"out_dir {out} on this node is not that of the first rank: give a folder "
+            "on a file system that all nodes share"
         )
     return out
 
@@ -181,14 +164,11 @@ def make_out_dir(cfg: Config) -> Path:
 def take_folder(out: Path, cfg: Flags) -> None:
     """Create out_dir with its config.json, and lock it until this process ends.
 
-    A run with checkpoints keeps its config.json. Raises Refused if the folder cannot be
-    created or another run holds the lock.
+    A run with checkpoints keeps its config.json. Raises OSError if the folder cannot be
+    created, and Refused if another run holds the lock.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = os.open(out / "config.json", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise Refused(f"out_dir {out} cannot be used: {error}") from None
+    out.mkdir(parents=True, exist_ok=True)
+    file = os.open(out / "config.json", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -247,13 +227,13 @@ def save_checkpoint(
     rank = dist.get_rank()
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
-    own = {"metrics": metrics, "queue": [vars(batch) for batch in queue]}
+    own = {
+        "metrics": metrics,
+        "queue": [vars(batch) for batch in queue],
+        "rows": {name: (out / name).read_text(errors="replace") for name in ROW_FILES},
+    }
     with publish(out / "checkpoints" / f"step-{step:06d}") as folder:
         dcp.save(state, checkpoint_id=folder)
-        if rank == 0:
-            own["rows"] = {
-                name: (out / name).read_text(errors="replace") for name in ROW_FILES
-            }
         torch.save(own, folder / f"rank-{rank}.pt")
     if rank == 0:
         for _, old in sorted(checkpoints(out).items())[:-CHECKPOINTS_OF_A_RUN]:
@@ -263,11 +243,11 @@ def save_checkpoint(
 
 def load_checkpoint(
     out: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, dict[str, Any], list[dict[str, Any]], dict[str, str]]:
+) -> tuple[int, dict[str, Any], list[dict], dict[str, str]]:
     """Restore policy and optimizer from the newest complete checkpoint.
 
-    Returns its step, its metrics, the fields of its unused rollouts, and, on rank 0,
-    the rows that metrics.jsonl and samples.jsonl had when it was saved. A run that is
+    Returns its step, its metrics, the fields of its unused rollouts, and the rows
+    that metrics.jsonl and samples.jsonl had when it was saved. A run that is
     resumed at lag 4 continues with the batches that it had sampled ahead. Without a
     checkpoint, the step is 0, and there are no rollouts and rows. Raises Refused if the
     checkpoint cannot be read. A collective.
@@ -281,22 +261,14 @@ def load_checkpoint(
     state = {"model_state_dict": weights, "optim_state_dict": moments}
     try:
         dcp.load(state, checkpoint_id=checkpoint)
-        file = checkpoint / f"rank-{dist.get_rank()}.pt"
-        ZipFile(file).close()  # torch.load takes a file of zeros for an old format.
-        own = torch.load(file, weights_only=True)
-        # The step's row in the log is written after the checkpoint. If the log has this
-        # row, it may have an evaluation, which is kept.
-        with suppress(OSError, ValueError):  # The log may be missing or damaged.
-            log = (out / "metrics.jsonl").read_text(errors="replace")
-            for row in re.findall(rf'^{{"step": {step}, .*}}$', log, re.MULTILINE):
-                own["metrics"] |= json.loads(row)
+        own = torch.load(checkpoint / f"rank-{dist.get_rank()}.pt", weights_only=True)
     except (CheckpointException, Exception) as error:  # torch raises many types.
         raise Refused(
             f"--resume: {checkpoint} cannot be read: {reason_of(error)}; move it away "
             "to continue from the one before"
         ) from error
     set_state_dict(policy, optimizer, **state)
-    return step, own["metrics"], own["queue"], own.get("rows", {})
+    return step, own["metrics"], own["queue"], own["rows"]
 
 
 def reason_of(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import yaml
 from pydantic import ValidationError
@@ -43,41 +43,40 @@ class Flags(BaseSettings):
         env_prefix="=",  # No variable has such a name, so none sets a field.
     )
 
+    @classmethod
+    def from_flags(cls, arguments: list[str] | None = None) -> Self:
+        """Return the configuration that a command line asks for (default: sys.argv).
 
-Kind = TypeVar("Kind", bound=Flags)
+        Raises Refused if a flag or key is unknown, if a field does not accept its
+        value, or if fields contradict each other.
+        """
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--config", action="append", default=[])
+        given, flags = parser.parse_known_args(arguments)
+        recipe = {}
+        for path in given.config:
+            recipe |= read_recipe(path)
+        try:
+            return cls(_cli_parse_args=flags, _cli_exit_on_error=False, **recipe)
+        except ValidationError as error:
+            complaint = error.errors()[0]
+            name = ".".join(map(str, complaint["loc"]))
+            raise Refused(
+                f"{name} is {complaint['input']!r}: {complaint['msg']}"
+            ) from None
+        except SettingsError as error:
+            raise Refused(f"{error} (--help lists the flags)") from None
 
+    @classmethod
+    def refuse_wrong_flags(cls) -> None:
+        """Print --help or refuse a wrong command line, and in either case exit.
 
-def parse_flags(kind: type[Kind], arguments: list[str] | None = None) -> Kind:
-    """Return the configuration that a command line asks for (default: sys.argv).
-
-    Raises Refused if a flag or key is unknown, if a field does not accept its value, or
-    if fields contradict each other.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[])
-    given, flags = parser.parse_known_args(arguments)
-    recipe = {}
-    for path in given.config:
-        recipe |= read_recipe(path)
-    try:
-        return kind(_cli_parse_args=flags, _cli_exit_on_error=False, **recipe)
-    except ValidationError as error:
-        complaint = error.errors()[0]
-        name = ".".join(map(str, complaint["loc"]))
-        raise Refused(f"{name} is {complaint['input']!r}: {complaint['msg']}") from None
-    except SettingsError as error:
-        raise Refused(f"{error} (--help lists the flags)") from None
-
-
-def refuse_wrong_flags(kind: type[Flags]) -> None:
-    """Print --help or refuse a wrong command line, and in either case end the process.
-
-    Scripts whose imports take seconds call this before them.
-    """
-    try:
-        parse_flags(kind)
-    except Refused as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+        Scripts whose imports take seconds call this before them.
+        """
+        try:
+            cls.from_flags()
+        except Refused as error:
+            sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 def read_recipe(path: str) -> dict[str, Any]:

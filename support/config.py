@@ -175,13 +175,9 @@ class Config(SharedConfig):
 
         if self.dtype == "auto":
             self.dtype = default_dtype("float32")
-        is_fp8 = self.rollout_quantization != "none"
-        if is_fp8 and self.rollout_dtype == "float32":
-            raise Refused(
-                "rollout_dtype is float32, which vLLM does not offer together with "
-                "fp8: give bfloat16 or float16"
-            )
         if self.rollout_dtype == "auto":
+            # vLLM has no fp8 beside float32.
+            is_fp8 = self.rollout_quantization != "none"
             is_bfloat16 = is_fp8 or has_fast_bfloat16()
             self.rollout_dtype = "bfloat16" if is_bfloat16 else default_dtype("float16")
         return self
@@ -198,7 +194,8 @@ class EvalConfig(SharedConfig):
     samples: PositiveInt = 1
     """n, the number of responses to a problem"""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """sampling temperature; 0: greedy; vLLM raises values below 0.01 to 0.01"""
+    """sampling temperature; 0: greedy, so that all samples of a problem are equal; vLLM
+    raises values below 0.01 to 0.01"""
     limit: NonNegativeInt = 0
     """evaluate only the first N problems of each task; 0: all"""
     drop_long: bool = False
@@ -208,13 +205,8 @@ class EvalConfig(SharedConfig):
     bfloat16 or, if it has none, float16"""
 
     @model_validator(mode="after")
-    def check_and_settle(self) -> Self:
-        """Refuse fields that contradict each other; replace "auto" for this machine."""
-        if self.samples > 1 and self.temperature == 0:
-            raise Refused(
-                f"samples is {self.samples} and temperature 0: greedy samples are all "
-                "equal"
-            )
+    def settle_dtype(self) -> Self:
+        """Replace "auto" for this machine."""
         if self.dtype == "auto":
             from support.machine import default_dtype  # see Config
 

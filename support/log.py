@@ -59,6 +59,11 @@ from support.tasks import Dataset
 
 PHASES = ("rollout", "reward", "update", "sync")
 ROW_FILES = ("metrics.jsonl", "samples.jsonl")
+# The metrics in curves.png, each in a panel of its own.
+CURVES = """
+    heldout_pass@1 heldout_greedy reward response_tokens ess mismatch_kl entropy
+    grad_norm
+""".split()
 
 
 @dataclass
@@ -173,7 +178,13 @@ class Log:
         rows = read_json(self.out / "metrics.jsonl", lines=True).set_index("step")
         accuracy = rows[["heldout_pass@1", "heldout_greedy"]].dropna()
         print(f"\n{accuracy.iloc[[0, -1]].round(3)}")  # before and after training
-        draw_curves(rows).savefig(self.out / "curves.png", dpi=120)
+        # Steps without an evaluation are interpolated.
+        axes = (
+            rows[CURVES]
+            .interpolate()
+            .plot(subplots=True, layout=(2, 4), figsize=(15, 6))
+        )
+        axes[0, 0].figure.savefig(self.out / "curves.png", dpi=120)
         print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 
 
@@ -194,24 +205,3 @@ def peak_memory_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def draw_curves(rows: Any) -> Any:
-    """Return a figure of accuracy, reward, 1 - e_B beside the KL, and entropy, by step.
-
-    `rows` is a pandas.DataFrame with the rows of metrics.jsonl, indexed by step.
-    """
-    from matplotlib.figure import Figure
-
-    rows["1 - ess"] = 1 - rows["ess"]  # the weight of the KL
-    figure = Figure(figsize=(15, 3.2), layout="constrained")
-    panels = (
-        ["heldout_pass@1", "heldout_greedy"],
-        ["reward"],
-        ["1 - ess", "mismatch_kl"],
-        ["entropy"],
-    )
-    for axis, names in zip(figure.subplots(1, 4), panels, strict=True):
-        rows[names].dropna().plot(ax=axis, style=".-")
-    figure.axes[2].set(yscale="log")
-    return figure

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import socket
 
 import torch
 import torch.distributed as dist
@@ -41,8 +40,8 @@ def init_distributed() -> dist.DeviceMesh:
     The mesh is [ranks] on one node and [nodes, ranks of a node] on several. Call this
     before building an Engine, which would otherwise create a process group of its own,
     of the wrong size. Raises Refused if torch is built for CUDA and finds no GPU, if
-    several ranks were started by a launcher other than torchrun, or if another node
-    could not reach this one.
+    several ranks were started by a launcher other than torchrun, or if several nodes
+    are not told which network interface to use.
     """
     if "LOCAL_WORLD_SIZE" not in os.environ:  # not started by torchrun
         for name in PROCESS_COUNTS:
@@ -57,7 +56,13 @@ def init_distributed() -> dist.DeviceMesh:
     ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks_of_node
     if nodes > 1 and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        check_address(os.environ["MASTER_ADDR"])
+        # Gloo would use the address of the host name: on Debian and Ubuntu 127.0.1.1,
+        # at which no other node can reach this one.
+        raise Refused(
+            "there are several nodes: on each of them, set GLOO_SOCKET_IFNAME, and "
+            "NCCL_SOCKET_IFNAME if there are GPUs, to the network interface through "
+            "which the other nodes reach it (recipes/README.md)"
+        )
     if torch.cuda.is_available():
         device_type = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -79,26 +84,6 @@ def init_distributed() -> dist.DeviceMesh:
     return dist.init_device_mesh(
         device_type, (nodes, ranks_of_node), mesh_dim_names=("node", "rank")
     )
-
-
-def check_address(master: str) -> None:
-    """Raise Refused if other nodes cannot reach this one at its host name's address.
-
-    Gloo uses this address unless GLOO_SOCKET_IFNAME names an interface. On Debian and
-    Ubuntu it is 127.0.1.1.
-    """
-    host = socket.gethostname()
-    try:
-        own = socket.gethostbyname(host)
-    except OSError:  # Gloo then uses the loopback address.
-        own = "127.0.0.1"
-    # In a test, where all ranks are on one machine, the master is a loopback address.
-    if own.startswith("127.") and not master.startswith("127."):
-        raise Refused(
-            f"{host} is {own} on this node, which no other node can reach: set "
-            "GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME if there are GPUs, to the "
-            f"network interface that leads to {master}"
-        )
 
 
 def default_dtype(without_bfloat16: str) -> str:

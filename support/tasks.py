@@ -26,7 +26,6 @@ from answer_checking.latex import MAX_LENGTH, latex_of, number_of
 from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
 
-ROOT = Path(__file__).resolve().parents[1]
 VERIFIERS = ("exact", "gsm8k", "math")  # the built-in ones, of reward.py
 
 
@@ -195,7 +194,7 @@ PLACEHOLDER = re.compile(
 
 
 def task_of(name_or_path: str) -> Task:
-    """Return tiny, the task of this name in TASKS, or that of the user's own data.
+    """Return the task of this name in TASKS, or that of the user's own data.
 
     The user's data are a folder with train.jsonl and heldout.jsonl, a JSONL file that
     serves as both splits, or a hub dataset owner/name[@revision] with the splits train
@@ -206,7 +205,7 @@ def task_of(name_or_path: str) -> Task:
     """
     if name_or_path in TASKS:
         return TASKS[name_or_path]
-    path = ROOT / "tiny" if name_or_path == "tiny" else Path(name_or_path)
+    path = Path(name_or_path)
     if path.is_dir():
         train, heldout = path / "train.jsonl", path / "heldout.jsonl"
     elif path.is_file():
@@ -218,8 +217,8 @@ def task_of(name_or_path: str) -> Task:
         return Task(f"{name_or_path} train", f"{name_or_path} test")
     else:
         raise Refused(
-            f"there is no task {name_or_path!r}: give a file, a folder, a hub dataset, "
-            f"or one of {', '.join(['tiny', *TASKS])}"
+            f"there is no task {name_or_path!r}: give a file, a folder (such as tiny, "
+            f"beside train.py), a hub dataset, or one of {', '.join(TASKS)}"
         )
     settings = train.with_name("task.json")
     try:
@@ -295,14 +294,11 @@ def load_task(
 def read_jsonl(path: Path) -> dict[int, dict[str, Any]]:
     """Return the objects of a JSONL file by line number, with numbers as written.
 
-    Raises Refused if there is no such file, or if a line is not a usable JSON object.
+    Raises OSError if the file cannot be read, and Refused if a line is not a usable
+    JSON object.
     """
     rows = {}
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise Refused(f"{path} cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -633,12 +629,10 @@ def check_same_on_ranks(*inputs: Any) -> None:
 
     digests: list = [None] * dist.get_world_size()
     dist.all_gather_object(digests, sha256(repr(inputs).encode()).hexdigest())
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
+    if len({*digests}) > 1:
         raise Refused(
-            f"the ranks {others} have other flags, problems or prompts than rank 0: "
-            "give all nodes the same command, and the same copy of the task and of the "
-            "model's tokenizer"
+            "the ranks have different flags, problems or prompts: give all nodes the "
+            "same command, and the same copy of the task and of the model's tokenizer"
         )
 
 

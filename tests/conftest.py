@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -209,7 +209,7 @@ def run_here(group):
             patch.setattr(module, "init_distributed", lambda: group)
             patch.setattr(module, "Engine", build)
             patch.setattr(support.tasks, "encode_prompt", encode_once)
-            patch.setattr(support.log, "draw_curves", Mock())
+            patch.setattr("pandas.DataFrame.plot", MagicMock())
             patch.setattr(sys, "argv", [module.__file__, *flags])
             module.main()
 

@@ -56,7 +56,8 @@ def start_node(
     flags = f"--nnodes={nodes} --nproc-per-node={ranks} --node-rank={node} "
     flags += f"--master-addr={address} --master-port={port}"
     command = [*inside, *TORCHRUN, *flags.split(), ROOT / script, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT)
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **ENVIRONMENT}
+    return subprocess.Popen(command, cwd=ROOT, env=environment)
 
 
 def torchrun_on_nodes(nodes: int, ranks_of_node: int, *script: str) -> None:

@@ -18,7 +18,6 @@ import train
 from eval import EvalConfig, estimate, load_benchmarks, pass_at_k
 from reward import score
 from rollout import Engine, noise_seed
-from support.command import Refused
 
 # pass@k
 
@@ -155,8 +154,7 @@ def test_an_out_dir_is_checked_before_an_engine_is_built_and_a_failed_start_is_n
     script, run_here, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(Engine, "__init__", dict)  # which cannot build one
-    sentence = "out_dir README.md/run cannot be used: .Errno 20. Not a directory"
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(OSError, match="Not a directory: .*README.md/run"):
         run_here(script, "--out_dir=README.md/run")
     for _ in range(2):  # an empty folder, and one with a config.json
         with pytest.raises(TypeError):
@@ -212,7 +210,6 @@ def test_two_ranks_count_what_one_rank_counts_with_an_engine_each_or_a_shared_on
     [
         ("--task=math500 --split=train", "the task 'math500' has no split 'train'"),
         ("--temperature=2.5", "temperature is '2.5'"),
-        ("--temperature=0 --samples=4", "greedy samples are all equal"),
         # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context
         # is 128.
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),

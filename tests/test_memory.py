@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as policy_module
 from policy import Policy, build_policy
-from support.command import Refused, parse_flags
+from support.command import Refused
 from tools import memory
 from tools.memory import GB, MemoryConfig, memory_of, shape_of
 from train import Config
@@ -29,7 +29,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*gpu*.yaml"))
 def recipe(path, *flags):
     """Return a GPU recipe on its GPUs, with the model's config.json of tests/data."""
     ranks = 1 if "1gpu" in path.name else 8
-    cfg = parse_flags(MemoryConfig, [f"--config={path}", f"--ranks={ranks}", *flags])
+    cfg = MemoryConfig.from_flags([f"--config={path}", f"--ranks={ranks}", *flags])
     cfg.model = str(CONFIGS / Path(cfg.model).name)
     return cfg
 

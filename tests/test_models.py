@@ -165,6 +165,7 @@ UNSHARED = """
 {"final_logit_softcapping": 30.0} -> config.json has final_logit_softcapping 30.0, for
 {"vocab_size": 19} -> its tokenizer uses token 19, :, but the model has only 19 embedd
 {"head_dim": 40} -> has attention heads of size 40
+{"head_dim": 16} -> has attention heads of size 16
 {"hidden_act": "x"} -> its config.json has hidden_act 'x', for which vLLM
 """
 

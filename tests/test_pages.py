@@ -7,7 +7,6 @@ import pytest
 from conftest import ROOT
 
 from eval import EvalConfig
-from support.command import parse_flags
 from train import Config
 
 PAGES = [ROOT / f"{folder}README.md" for folder in ("", "study/", "recipes/", "tiny/")]
@@ -69,7 +68,7 @@ def test_every_command_on_a_page_can_be_given(page):
         assert all((ROOT / script).exists() for script in scripts), line
         for script, kind in (("train.py", Config), ("eval.py", EvalConfig)):
             if script in words:
-                parse_flags(kind, words[words.index(script) + 1 :])
+                kind.from_flags(words[words.index(script) + 1 :])
 
 
 def test_the_code_on_the_front_page_is_in_loss_py():

@@ -249,13 +249,10 @@ def test_another_number_of_ranks_is_refused(stored, monkeypatch):
     assert resume_refusal(out).startswith(f"--resume: ranks was 1 in {out} and is 2")
 
 
-def test_a_resumed_run_reads_the_recorded_commits_and_may_have_another_environment(
-    stored, monkeypatch
-):
+def test_a_resumed_run_reads_the_recorded_commits(stored, monkeypatch):
     monkeypatch.setitem(COMMITS, "owner/name", "c0ffee")
     out = stored(4)
     COMMITS.clear()
-    monkeypatch.setenv("OMP_X", "1")
     assert resume_refusal(out) == ""
     assert COMMITS == {"owner/name": "c0ffee"}
 
@@ -267,7 +264,7 @@ def test_a_resumed_run_reads_the_recorded_commits_and_may_have_another_environme
         (0, 90, ""),
         (0, 30, ""),
         (0, 20, ""),
-        (0, 19, "has done 20 steps, but steps is 19"),
+        (0, 19, "steps was 60 in "),
         (4, 20, ""),  # No step is left, so no batch is needed.
         (4, 30, "steps was 60 in "),  # It would have sampled fewer batches ahead.
         (4, 90, "steps was 60 in "),

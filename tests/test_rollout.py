@@ -272,6 +272,11 @@ def test_an_engine_that_sleeps_says_so_until_the_next_sync(engine, policy, promp
     assert sample(engine, prompts[:1]).weight_version == "1"
 
 
+def test_fp8_beside_float32_is_refused_by_vllm(group):
+    with pytest.raises(Refused, match="float32 is not supported for .* fp8_per_ch"):
+        Engine("tiny", 128, quantization="fp8_per_channel", dtype="float32")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -16,7 +16,7 @@ from launch import read_metrics
 from loss import grpo, p3o
 from study import plan, report, runs
 from study.plan import LEARNING_RATE, PARTS, SMOLLM2_PARTS, Cell, command_of
-from support.command import Refused, parse_flags
+from support.command import Refused
 from train import Config
 
 LAG = Cell("lag 16", "p3o", LEARNING_RATE, 0)
@@ -51,7 +51,7 @@ def run_of(cell, *accuracies, stopped=None):
 
 def config_of(command):
     """Return the configuration that a command asks for."""
-    return parse_flags(Config, [word for word in command if word.startswith("--")])
+    return Config.from_flags([word for word in command if word.startswith("--")])
 
 
 # The plan
@@ -293,7 +293,7 @@ def test_todays_train_py_accepts_the_config_of_each_run_on_the_front_page(tmp_pa
     path = tmp_path / "config.json"
     for run, config in front_page_configs():
         path.write_text(json.dumps(config))
-        cfg = parse_flags(Config, [f"--config={path}"])
+        cfg = Config.from_flags([f"--config={path}"])
         # Each field has the value that the run recorded. A field that is newer than the
         # run has its default.
         recorded = {

@@ -41,7 +41,7 @@ from pydantic import PositiveInt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study.runs import ROOT, commit_here, table, words_of
-from support.command import Flags, Refused, parse_flags, run_script
+from support.command import Flags, Refused, run_script
 from support.log import PHASES
 from support.models import check_model, model_folder
 from support.tasks import load_task, task_of
@@ -266,7 +266,7 @@ def report(made_with: str, columns: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    bench = parse_flags(BenchConfig)
+    bench = BenchConfig.from_flags()
     if bench.trl_python and not Path(bench.trl_python).is_file():
         raise Refused(f"--trl_python: there is no file {bench.trl_python}")
     check_model(bench.model or "tiny")

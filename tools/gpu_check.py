@@ -37,7 +37,7 @@ from loss import group_advantage, p3o
 from policy import SYNC_LIMITS, full_weights, sync
 from rollout import Engine
 from support.checkpoints import save_model
-from support.command import Stopped, parse_flags, run_script
+from support.command import Stopped, run_script
 from tools.memory import (
     GB,
     RESERVE,
@@ -209,7 +209,7 @@ def memory_checks(phases: Rows, cfg: Config, ranks: int) -> Checks:
 
 
 def main() -> None:
-    cfg = parse_flags(CheckConfig)
+    cfg = CheckConfig.from_flags()
     name = f"{cfg.size or cfg.model}, {cfg.rollout_quantization}"
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     if not CUDA:

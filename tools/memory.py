@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from policy import CHUNK
-from support.command import Refused, parse_flags, run_script
+from support.command import Refused, run_script
 from train import Config
 
 GB = 2**30
@@ -159,4 +159,4 @@ def report(cfg: MemoryConfig) -> str:
 
 
 if __name__ == "__main__":
-    run_script(lambda: print(report(parse_flags(MemoryConfig))))
+    run_script(lambda: print(report(MemoryConfig.from_flags())))

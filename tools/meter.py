@@ -28,7 +28,7 @@ import train
 from loss import effective_sample_size, ratio_sums
 from policy import Policy
 from rollout import Engine, noise_seed
-from support.command import parse_flags, run_script
+from support.command import run_script
 from support.machine import init_distributed
 from support.models import model_folder
 
@@ -58,7 +58,7 @@ def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    cfg = parse_flags(MeterConfig)
+    cfg = MeterConfig.from_flags()
     _, _, heldout, max_model_len = train.load_data(cfg)
     prompts = heldout.prompts[: cfg.responses]
     device = torch.device(init_distributed().device_type)
