@@ -336,6 +336,6 @@ colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
 #   the rollouts changed.
 # - P3O drops no token: min(rho, e_B) A is 0 only if A is 0.
 #
-# Every run of `train.py` draws 1 - e_B by step in the third panel of its `curves.png`.
+# Every run of `train.py` draws e_B by step in the panel `ess` of its `curves.png`.
 # `study/README.md` compares the objectives on stale, hot and other off-policy data, and
 # docs/objectives.md shows how each weights a token.

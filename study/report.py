@@ -23,6 +23,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,7 +46,6 @@ from study.runs import (
     table,
 )
 from support.command import run_script
-from tools import objectives
 
 CURVES = ("T = 1.6", "lag 16", "16 updates")  # the panels of curves.png
 
@@ -229,7 +229,7 @@ def draw_weights(path: Path) -> None:
         for style, (name, e_b) in zip(("-", "--", ":", "-."), curves, strict=False):
             look = {"linestyle": style, "color": color_of(name)}
             label = f"p3o, $e_B$ = {e_b}" if name == "p3o" else name
-            objective = LOSSES.get(name) or getattr(objectives, name)
+            objective = LOSSES.get(name) or resolve_name(f"tools.objectives:{name}")
             for advantage in (1.0, -1.0):
                 weight = weight_by_ratio(objective, advantage, e_b)
                 axis.plot(LOG_RATIO.exp(), weight, label=label, **look)

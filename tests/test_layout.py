@@ -10,8 +10,11 @@ from conftest import ROOT
 from launch import run_script
 
 SCRIPTS = {"loss", "reward", "rollout", "policy", "train", "eval"}
-BELOW = [*ROOT.glob("support/*.py"), *ROOT.glob("answer_checking/*.py")]
-CORE = [*ROOT.glob("*.py"), *BELOW]
+# A file imports only from its own level and those before it.
+LEVELS = ({"answer_checking"}, {"support"}, SCRIPTS, {"study"}, {"tools"})
+FILES = [*ROOT.glob("*.py")]
+for folder in "answer_checking", "support", "study", "tools":
+    FILES += ROOT.glob(f"{folder}/*.py")
 
 
 def module_of(path: Path) -> str:
@@ -34,17 +37,21 @@ def test_the_only_python_files_at_the_top_level_are_the_scripts_of_the_method():
     assert {path.stem for path in ROOT.glob("*.py")} == SCRIPTS
 
 
-@pytest.mark.parametrize("path", CORE, ids=module_of)
+def level_of(module: str) -> int:
+    """Return the number of a module's level; -1 for one from outside the project."""
+    room = module.split(".")[0]
+    return next((i for i, level in enumerate(LEVELS) if room in level), -1)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_imports_never_point_up(path):
-    # tools/ and study/ import the scripts, which import support/ and answer_checking/.
-    above = {"tools", "study", "tests", "assignment"}
-    if path in BELOW:
-        above |= SCRIPTS
-    assert not above & {name.split(".")[0] for name in imports_of(path)}
+    imported = imports_of(path)
+    assert not {"tests", "assignment"} & {name.split(".")[0] for name in imported}
+    assert max(map(level_of, imported), default=-1) <= level_of(module_of(path))
 
 
 def test_no_module_imports_itself_through_other_modules():
-    imported = {module_of(path): imports_of(path) for path in CORE}
+    imported = {module_of(path): imports_of(path) for path in FILES}
     TopologicalSorter(imported).prepare()  # raises CycleError, which names the circle
 
 
