@@ -410,8 +410,9 @@ def micro_batches(
     dist.all_reduce(longest_sequence, dist.ReduceOp.MAX)
     size = max(1, max_tokens // int(longest_sequence))
     by_length = rows[length[rows].log2().floor().argsort(stable=True)]
-    chunks = by_length.split(size)
-    return [rollouts.select(chunk.sort().values, device) for chunk in chunks]
+    return [
+        rollouts.select(chunk.sort().values, device) for chunk in by_length.split(size)
+    ]
 
 
 def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
@@ -423,8 +424,7 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens
-    layers = policy.model.base_model.layers
-    weights = sum(map(torch.numel, layers.parameters()))
+    weights = sum(map(torch.numel, policy.model.base_model.layers.parameters()))
     limit = MAX_ACTIVATIONS * policy.model.config.hidden_size // (2 * weights)
     return min(cfg.micro_batch_tokens, limit)
 

@@ -253,6 +253,15 @@ def test_response_j_to_a_prompt_has_the_noise_of_its_seed_plus_j(
     assert again[1] not in (first, second)
 
 
+def test_samples_of_a_prompt_compute_its_whole_blocks_only_once(engine):
+    engine.llm.reset_prefix_cache()
+    requests = [{"prompt_token_ids": [5, 6, 7, 8, 9] * 9}] * 3  # 45 tokens each
+    one_token = vllm.SamplingParams(max_tokens=1)
+    outputs = engine.llm.generate(requests, one_token, use_tqdm=False)
+    # A block has 32 tokens.
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, 32]
+
+
 def test_runs_of_different_seeds_share_no_noise():
     # 60 steps of 32 prompts with 8 responses take 15,360 seeds in a row. If a run's
     # first seed were its own number, most of its seeds would be those of run 0.
