@@ -29,7 +29,7 @@ UNREADABLE = re.compile(
     r"[a-zA-Z)}\]]\.\d|\.\d+\."
 )
 # In f(3) = 18 or |z| = 18 the right side is the answer.
-NAMED = AppliedUndef, TrigonometricFunction, sympy.Abs, sympy.floor
+FUNCTION_TYPES = AppliedUndef, TrigonometricFunction, sympy.Abs, sympy.floor
 DIGITS = 1000  # the precision in which irrational numbers are compared
 
 
@@ -143,7 +143,7 @@ def value_of(formula: Any) -> Any:
     is_sum = all(term.is_Symbol for term in sympy.Add.make_args(left))
     # Somebody who writes (y, x) = (1, 2) does not mean the pair (1, 2).
     is_pair = isinstance(left, sympy.Tuple) and list(left) == sorted(left, key=str)
-    if isinstance(left, NAMED) or is_name or is_sum or is_pair:
+    if isinstance(left, FUNCTION_TYPES) or is_name or is_sum or is_pair:
         return normal_form(right)
     if right.is_Symbol:
         return left

@@ -33,7 +33,7 @@ WORKERS = 4  # children that run at once
 EQUAL = 10
 UNEQUAL = 11
 # A child may also end by a limit on CPU time, on the stack or on memory.
-ENDS = (EQUAL, UNEQUAL, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
+EXIT_CODES = (EQUAL, UNEQUAL, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
 
 # Comparing these imports everything that is needed, and shows that it works.
 EQUAL_PAIRS = [
@@ -89,7 +89,7 @@ def compare_all(pairs: list[list[str]]) -> list[bool]:
             continue
         process, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        if code not in ENDS:
+        if code not in EXIT_CODES:
             sys.exit(f"a comparison ended with exit code {code}; memory may be short")
         verdicts[running.pop(process)] = code == EQUAL
     return verdicts

@@ -37,14 +37,14 @@ CHANGES = {
     },
 }
 POWERS = ["0.5", "1.5", "2", "3"]
-LEFT_BEHIND = shutil.ignore_patterns(".git", ".venv*", "runs", "variant.py")
+IGNORE_PATTERNS = shutil.ignore_patterns(".git", ".venv*", "runs", "variant.py")
 
 
 def make_variant(seed: int, folder: Path) -> str:
     """Write the variant with this number, and return the sentence that announces it."""
     draw = random.Random(seed)
     part, power = draw.choice(list(CHANGES)), draw.choice(POWERS)
-    shutil.copytree(ROOT, folder, ignore=LEFT_BEHIND)
+    shutil.copytree(ROOT, folder, ignore=IGNORE_PATTERNS)
     handout = folder / "assignment/README.md"
     for path in [folder / "loss.py", handout, *folder.glob("assignment/**/*.py")]:
         text = path.read_text()

@@ -13,8 +13,8 @@ These are the parts of the embedded policy (tiny/). Each run takes two minutes o
 core.
 
     quick        six kinds of data, three objectives, one seed: 18 runs
-    grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the BREAKING
-                 kinds and at T = 1.6 with three seeds: 476 runs
+    grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the
+                 BREAKING_KINDS and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
     rules        six rules that frameworks and papers of 2026 use, on four kinds of
                  data and with 32 updates, and other objectives with 32 updates. There
@@ -44,16 +44,16 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study.runs import RESULTS, Cell, Flags, cells_of, run_grid, words_of
+from study.runs import RESULTS, Cell, FlagValues, cells_of, run_grid, words_of
 from support.command import run_script
 
-FLOAT32: Flags = {"dtype": "float32", "rollout_dtype": "float32"}
+FLOAT32: FlagValues = {"dtype": "float32", "rollout_dtype": "float32"}
 
 # The flags of every run. For the embedded policy a step has half of the default number
 # of responses and one update instead of two, so B has its default size and a step
 # takes half of the time.
-EMBEDDED_RUN: Flags = FLOAT32 | {"steps": 60, "prompts_per_step": 16, "minibatches": 1}
-SMOLLM2_RUN: Flags = FLOAT32 | {
+EMBEDDED_RUN = FLOAT32 | {"steps": 60, "prompts_per_step": 16, "minibatches": 1}
+SMOLLM2_RUN = FLOAT32 | {
     "config": "recipes/smollm2-laptop.yaml",
     "steps": 20,
     "eval_every": 5,
@@ -63,7 +63,7 @@ LEARNING_RATE = 2e-4
 SMOLLM2_RATE = 2e-5  # the recipe's
 
 # The kinds of data. The study's averages are over these 14.
-MISMATCHES: dict[str, Flags] = {
+MISMATCHES: dict[str, FlagValues] = {
     "on-policy": {},
     "T = 0.6": {"temperature": 0.6},
     "T = 0.8": {"temperature": 0.8},
@@ -83,10 +83,10 @@ MISMATCHES: dict[str, Flags] = {
 }
 # The kinds of data on which P3O, GRPO 0.2 or REINFORCE scored at least 0.1 less than on
 # fresh data, with the first seed, in earlier runs in bfloat16.
-BREAKING = ("lag 4", "lag 16", "4 updates", "16 updates", "4 minibatches")
+BREAKING_KINDS = ("lag 4", "lag 16", "4 updates", "16 updates", "4 minibatches")
 
 # Responses are fewer and shorter than in the recipe, so that a run takes minutes.
-FORMULAS: Flags = {
+FORMULAS: FlagValues = {
     "task": "recipes/formulas",
     "prompts_per_step": 6,
     "max_response_tokens": 8,
@@ -96,7 +96,7 @@ SMOLLM2_GRID = {
     for name in ("on-policy", "lag 4", "4 updates", "T = 1.2", "lag 16", "fp8")
 }
 # Kinds of data that no average over the 14 includes.
-OTHER_MISMATCHES: dict[str, Flags] = {
+OTHER_MISMATCHES: dict[str, FlagValues] = {
     # The off-policy part of Stanford CS336's assignment 5 (spring 2026): a step samples
     # 256 responses and makes an update on each group of 8; the last is 31 updates old.
     # 20 steps are 640 updates.
@@ -111,7 +111,7 @@ OTHER_MISMATCHES: dict[str, Flags] = {
 }
 
 
-def ablation(name: str, **flags: str) -> Flags:
+def ablation(name: str, **flags: str) -> FlagValues:
     """Return the flags of an objective of study/ablations.py."""
     return {"objective": f"study.ablations:{name}", **flags}
 
@@ -119,7 +119,7 @@ def ablation(name: str, **flags: str) -> Flags:
 NO_CLIP = "grpo, no clip"
 NEIGHBORS = ("m2po", "bapo", "asymre", "rec", "opmd", "sapo")
 RULES = ("ipo", "sequence_mask", "dppo_tv", "icepop", "vespo", "opsm")
-OBJECTIVES: dict[str, Flags] = {
+OBJECTIVES: dict[str, FlagValues] = {
     "p3o": {},
     "grpo 0.2": {"objective": "grpo"},
     "grpo 0.4": {"objective": "grpo", "objective_args": "eps=0.4"},
@@ -148,7 +148,7 @@ CONSTANTS = ("p3o, e_B = 0.8", "p3o, e_B = 0.9", "p3o, e_B = 0.97")
 RATE_AT_32 = 5e-5
 # The objectives that run with 32 updates, besides RULES: those that the assignment of
 # CS336 compares, P3O, and the two best variants of P3O.
-COMPARED_AT_32 = (
+OBJECTIVES_AT_32 = (
     "p3o",
     "grpo 0.2",
     "reinforce",
@@ -157,29 +157,29 @@ COMPARED_AT_32 = (
     "gspo",
     NO_CLIP,
 )
-at_rate = partial(cells_of, learning_rate=LEARNING_RATE)
+embedded_cells = partial(cells_of, learning_rate=LEARNING_RATE)
 PARTS: dict[str, list[Cell]] = {
-    "quick": at_rate(
+    "quick": embedded_cells(
         ("on-policy", "T = 0.6", "T = 1.4", "T = 1.6", "lag 16", "16 updates"),
         ("p3o", "grpo 0.2", "reinforce"),
         [0],
     ),
-    "grid": at_rate(MISMATCHES, MAIN, range(5))
-    + at_rate((*BREAKING, "T = 1.6"), OTHERS, range(3)),
-    "constants": at_rate(MISMATCHES, CONSTANTS, range(3)),
-    "rules": cells_of(["32 updates"], (*COMPARED_AT_32, *RULES), range(3), RATE_AT_32)
-    + at_rate(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, range(3))
+    "grid": embedded_cells(MISMATCHES, MAIN, range(5))
+    + embedded_cells((*BREAKING_KINDS, "T = 1.6"), OTHERS, range(3)),
+    "constants": embedded_cells(MISMATCHES, CONSTANTS, range(3)),
+    "rules": cells_of(["32 updates"], (*OBJECTIVES_AT_32, *RULES), range(3), RATE_AT_32)
+    + embedded_cells(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, range(3))
     # Two more seeds, because a run with the first three collapsed.
-    + at_rate(["lag 16"], ("ipo", "icepop"), [3, 4])
-    + at_rate(["32 updates"], ("p3o", "grpo 0.2"), range(5)),
+    + embedded_cells(["lag 16"], ("ipo", "icepop"), [3, 4])
+    + embedded_cells(["32 updates"], ("p3o", "grpo 0.2"), range(5)),
 }
-of_smollm2 = partial(cells_of, learning_rate=SMOLLM2_RATE)
+smollm2_cells = partial(cells_of, learning_rate=SMOLLM2_RATE)
 SMOLLM2_PARTS: dict[str, list[Cell]] = {
     # The last two are the best constant and the best neighbor of the embedded policy.
-    "smollm2-grid": of_smollm2(
+    "smollm2-grid": smollm2_cells(
         SMOLLM2_GRID, (*MAIN[:4], "p3o, e_B = 0.9", "opmd"), range(3)
     ),
-    "smollm2-rules": of_smollm2(
+    "smollm2-rules": smollm2_cells(
         ("lag 4, formulas", "lag 16, formulas"),
         # The last three are made here again, so that all are from one machine.
         ("vespo", "dppo_tv", "sequence_mask", "p3o", "p3o, e_B = 0.9", "grpo 0.2"),
@@ -188,7 +188,7 @@ SMOLLM2_PARTS: dict[str, list[Cell]] = {
 }
 
 
-def command_of(cell: Cell, base: Flags = EMBEDDED_RUN) -> list[str]:
+def command_of(cell: Cell, base: FlagValues = EMBEDDED_RUN) -> list[str]:
     """Return the script and the flags of a run; `base` are the flags of every run."""
     mismatch = (MISMATCHES | OTHER_MISMATCHES)[cell.mismatch]
     flags = base | mismatch | OBJECTIVES[cell.objective]

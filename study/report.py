@@ -32,7 +32,7 @@ import torch
 from loss import LOSSES
 from study import ablations
 from study.figures import color_of, draw_by_step, panels, save
-from study.plan import BREAKING, LEARNING_RATE, MAIN, MISMATCHES, OBJECTIVES
+from study.plan import BREAKING_KINDS, LEARNING_RATE, MAIN, MISMATCHES, OBJECTIVES
 from study.runs import (
     RESULTS,
     Runs,
@@ -177,8 +177,8 @@ def embedded_page(runs: Runs) -> str:
         __doc__[__doc__.index("A score is") :],
         "## P3O's score minus that of another objective, over all mismatches",
         table_of_differences(at_rate, MISMATCHES),
-        f"## The same over the breaking kinds: {'; '.join(BREAKING)}",
-        table_of_differences(at_rate, BREAKING),
+        f"## The same over the breaking kinds: {'; '.join(BREAKING_KINDS)}",
+        table_of_differences(at_rate, BREAKING_KINDS),
     ]
     for rate in sorted({cell.learning_rate for cell in runs}):
         sections.append(f"## Score / greedy accuracy, at a learning rate of {rate:g}")

@@ -41,9 +41,9 @@ class Cell(NamedTuple):
     seed: int
 
 
-Run = dict[str, Any]  # a line of the JSONL file
-Runs = dict[Cell, Run]
-Flags = dict[str, Any]  # of train.py, by name
+RunRecord = dict[str, Any]  # a line of the JSONL file
+Runs = dict[Cell, RunRecord]
+FlagValues = dict[str, Any]  # of train.py, by name
 
 # Making runs
 
@@ -65,7 +65,7 @@ def cells_of(
     ]
 
 
-def words_of(flags: Flags) -> list[str]:
+def words_of(flags: FlagValues) -> list[str]:
     """Return the flags as words of a command line."""
     return [f"--{name}={value}" for name, value in flags.items()]
 
@@ -85,7 +85,7 @@ def commit_here() -> str:
     return f"{commit}-dirty" if changed else commit
 
 
-def make_run(cell: Cell, command: list[str]) -> Run:
+def make_run(cell: Cell, command: list[str]) -> RunRecord:
     """Run a command and return its run as a line of the file.
 
     If the run stopped because a number was not finite, the line has the steps before
@@ -133,7 +133,7 @@ def core_shares(cores: list[int], workers: int) -> list[set[int]]:
     return [set(cores[worker::workers] or cores) for worker in range(workers)]
 
 
-def attempt(job: tuple[Cell, list[str]]) -> tuple[Cell, Run | None, str]:
+def attempt(job: tuple[Cell, list[str]]) -> tuple[Cell, RunRecord | None, str]:
     """Make a run; return its cell, its line and, if it failed, the reason."""
     try:
         return job[0], make_run(*job), ""
@@ -208,24 +208,24 @@ def select(runs: Runs, **wanted: Any) -> Runs:
     }
 
 
-def series(run: Run, metric: str) -> list[tuple[int, float]]:
+def series(run: RunRecord, metric: str) -> list[tuple[int, float]]:
     """Return (step, value) for every step that has a value of the metric."""
     points = zip(run["metrics"]["step"], run["metrics"][metric], strict=True)
     return [(step, value) for step, value in points if value is not None]
 
 
-def last(run: Run, metric: str) -> float:
+def last(run: RunRecord, metric: str) -> float:
     """Return the last value of a metric."""
     return series(run, metric)[-1][1]
 
 
-def final_score(run: Run) -> float:
+def final_score(run: RunRecord) -> float:
     """Return the mean of the last three sampled accuracies; 0 if the run stopped."""
     accuracies = [value for _, value in series(run, "heldout_pass@1")]
     return 0.0 if run["stopped"] else mean(accuracies[-3:])
 
 
-def collapsed(run: Run) -> bool:
+def collapsed(run: RunRecord) -> bool:
     """Return whether the run stopped, or ended below half of its best accuracy."""
     accuracies = [value for _, value in series(run, "heldout_pass@1")]
     return bool(run["stopped"]) or accuracies[-1] < max(accuracies) / 2

@@ -19,7 +19,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # All engines. If one were garbage-collected, it would destroy the process group.
-KEPT = []
+ENGINES = []
 ROOT = Path(__file__).parents[1]
 LOSS = ROOT / "loss.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -50,7 +50,7 @@ def pytest_sessionstart(session):
 def pytest_unconfigure(config):
     # At exit vLLM runs three full garbage collections for each engine, which takes two
     # minutes for the hundred engines here.
-    if KEPT:
+    if ENGINES:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(config.session.exitstatus))
@@ -112,7 +112,7 @@ def build_engine(group):
     def build(model="tiny", max_model_len=128, **options):
         options.setdefault("kv_cache_gb", CACHE_GB)
         engine = Engine(str(model), max_model_len, **options)
-        KEPT.append(engine)
+        ENGINES.append(engine)
         return engine
 
     return build
@@ -191,7 +191,7 @@ def run_here(group):
     def build(*arguments, **options):
         options["kv_cache_gb"] = min(options.get("kv_cache_gb", 1), CACHE_GB)
         engine = rollout.Engine(*arguments, **options)
-        KEPT.append(engine)
+        ENGINES.append(engine)
         return engine
 
     encode_prompt = support.tasks.encode_prompt

@@ -25,9 +25,9 @@ from support.machine import init_distributed
 from train import Config, update
 
 GROUP_SIZE = 4
-WHOLE = 10**6  # tokens: a rank's share of the batch is one micro-batch
-ROW = 1  # token: every response is a micro-batch
-MICRO_BATCHES = [ROW, 300, WHOLE]
+UNLIMITED = 10**6  # tokens: a rank's share of the batch is one micro-batch
+ONE_RESPONSE = 1  # token: every response is a micro-batch
+MICRO_BATCHES = [ONE_RESPONSE, 300, UNLIMITED]
 
 
 def gradient_of(

@@ -170,17 +170,17 @@ def test_a_mistake_in_the_loss_costs_nothing_in_the_batch(runner, tmp_path):
     assert grade.lost_items(list(grade.grade_each(runner, tmp_path, SEED))) == ["2.4"]
 
 
-OF_LOSS = {item.name: item.function for item in ITEMS if item.file == "loss.py"}
-SAME = "import torch\ndef same(*arguments):\n    {}\n"
-SAME += " = ".join([*set(OF_LOSS.values()), "same"])
+LOSS_FUNCTIONS = {item.name: item.function for item in ITEMS if item.file == "loss.py"}
+ONE_FUNCTION = "import torch\ndef same(*arguments):\n    {}\n"
+ONE_FUNCTION += " = ".join([*set(LOSS_FUNCTIONS.values()), "same"])
 ANSWERS = json.dumps([{"value": {"tensor": [3, 3, 3]}, "gradients": []}] * 9)
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        SAME.format("return arguments[0] * 0"),
-        SAME.format("return 'all points, please'"),
+        ONE_FUNCTION.format("return arguments[0] * 0"),
+        ONE_FUNCTION.format("return 'all points, please'"),
         # This code writes answers to every open file, and ends.
         "import os\nfor number in range(30):\n"
         f"    try: os.write(number, {ANSWERS!r}.encode())\n"
@@ -190,7 +190,7 @@ ANSWERS = json.dumps([{"value": {"tensor": [3, 3, 3]}, "gradients": []}] * 9)
 )
 def test_code_that_answers_without_computing_gets_no_point(runner, tmp_path, code):
     (tmp_path / "loss.py").write_text(code)
-    assert lost_by_file(runner, tmp_path, "loss.py").keys() == OF_LOSS.keys()
+    assert lost_by_file(runner, tmp_path, "loss.py").keys() == LOSS_FUNCTIONS.keys()
 
 
 def test_the_same_seed_draws_the_same_inputs_and_another_seed_draws_others():
@@ -210,7 +210,7 @@ def sentence_of(runner: Runner, folder: Path, code: str) -> str:
     return result.sentence
 
 
-CALLED = "def ratio_sums(log_ratio, mask):\n    "
+RATIO_SUMS = "def ratio_sums(log_ratio, mask):\n    "
 
 
 def test_code_that_is_not_given_the_processor_is_not_graded(
@@ -224,9 +224,9 @@ def test_code_that_is_not_given_the_processor_is_not_graded(
     assert "not graded" in grade.report([result], SEED)
 
 
-HOSTILE = {
+HOSTILE_CODE = {
     "endless loop": (
-        CALLED + "while True: pass",
+        RATIO_SUMS + "while True: pass",
         "computed for too long and was stopped (loss.py, line 2)",
     ),
     "endless loop that ignores the signal": (
@@ -238,19 +238,19 @@ HOSTILE = {
     "writes shared memory": ("open('/dev/shm/answers', 'w')", "PermissionError"),
     "crash": ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
     # The runner lets it write 4 MB.
-    "flood of answers": (CALLED + "return 'x' * 2**23", "without an answer"),
-    "memory bomb": (CALLED + "return bytearray(10**11)", "MemoryError"),
+    "flood of answers": (RATIO_SUMS + "return 'x' * 2**23", "without an answer"),
+    "memory bomb": (RATIO_SUMS + "return bytearray(10**11)", "MemoryError"),
     "deep answer": (
-        "x = []\nfor _ in range(10**5): x = [x]\n" + CALLED + "return x",
+        "x = []\nfor _ in range(10**5): x = [x]\n" + RATIO_SUMS + "return x",
         "RecursionError",
     ),
     "syntax error": ("def ratio_sums(", "SyntaxError"),
     "the environment": (
-        CALLED + "import os; raise RuntimeError(list(os.environ.values()))",
+        RATIO_SUMS + "import os; raise RuntimeError(list(os.environ.values()))",
         "RuntimeError: [",
     ),
     "the memory of the grader": (
-        CALLED + "import os; open(f'/proc/{os.getppid()}/mem', 'rb')",
+        RATIO_SUMS + "import os; open(f'/proc/{os.getppid()}/mem', 'rb')",
         "PermissionError",
     ),
     "the text of the reference": (
@@ -285,7 +285,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("code, said", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("code, said", HOSTILE_CODE.values(), ids=HOSTILE_CODE)
 def test_the_report_on_hostile_code_says_what_happened(
     runner, tmp_path, monkeypatch, code, said
 ):
@@ -451,8 +451,8 @@ def test_many_submissions_are_graded_in_one_command(
         shutil.copy(SOLUTION / "experiment.py", folder / student)
     (folder / "link").symlink_to(folder / "emmy")
     # The grader itself fails once.
-    of_students = [ZeroDivisionError, "", "", "", ""]
-    monkeypatch.setattr(grade, "what_is_wrong", Mock(side_effect=of_students))
+    outcomes = [ZeroDivisionError, "", "", "", ""]
+    monkeypatch.setattr(grade, "what_is_wrong", Mock(side_effect=outcomes))
     command("--all", folder, "--out", out, "--seed", SEED, "--only", "4.1")
     lines = capsys.readouterr().out.splitlines()
     assert "not graded: 4.1 (the grader raised" in lines[0]
@@ -516,11 +516,11 @@ def test_the_public_solution_loses_the_part_that_a_variant_changes(
     make_variant(seed, variant)
     public.mkdir()
     grade.copy_submission(SOLUTION, public)
-    for folder, of_folder in ((variant / "assignment/solution", set()), (public, lost)):
+    for folder, expected in ((variant / "assignment/solution", set()), (public, lost)):
         command = [sys.executable, variant / "assignment/grade.py", folder, "--trust"]
         done = run_script(command)
         assert done.returncode == 0
-        assert set(re.findall(r"(?m)^  (\S+)  0 of", done.stdout)) == of_folder
+        assert set(re.findall(r"(?m)^  (\S+)  0 of", done.stdout)) == expected
 
 
 def rows(table: str) -> list[list[str]]:

@@ -264,8 +264,8 @@ def test_a_resumed_run_has_the_rows_that_its_checkpoint_had(damage, trained, tmp
     # The log restores the rows with its first line. Until then nothing has changed.
     assert before not in [path.exists() and path.read_bytes() for path in paths]
     log = Log(tmp_path, None, 2, None, load.rows)
-    log.write({"step": 3} | TRAINED)
-    log.write({"step": 4} | TRAINED)
+    log.write({"step": 3} | STEP_METRICS)
+    log.write({"step": 4} | STEP_METRICS)
     assert paths[1].read_bytes() == before
     assert re.findall(r'"step": (.)', paths[0].read_text()) == [*"01234"]
 
@@ -303,9 +303,9 @@ ROLLOUTS = SimpleNamespace(
     weight_version="0",
     text=["\\boxed{7}", "#### 7", "<think>\\boxed{7}", "7"],
 )
-TRAINED = {"reward": 0.3, "ess": 0.75, "mismatch_kl": 0.02, "response_tokens": 7.0}
-TRAINED |= {"entropy": 1.5, "grad_norm": 0.4}
-TRAINED |= {f"{phase}_seconds": 100.0 for phase in PHASES}
+STEP_METRICS = {"reward": 0.3, "ess": 0.75, "mismatch_kl": 0.02, "response_tokens": 7.0}
+STEP_METRICS |= {"entropy": 1.5, "grad_norm": 0.4}
+STEP_METRICS |= {f"{phase}_seconds": 100.0 for phase in PHASES}
 
 
 def test_the_seconds_of_a_phase_add_up_within_a_step(log, monkeypatch):
@@ -327,7 +327,7 @@ def test_a_group_has_a_signal_if_its_rewards_differ_even_if_none_is_1(log):
 def test_a_first_step_without_any_signal_is_explained_at_once(log, capsys):
     metrics = log.metrics_of(1, ROLLOUTS)
     assert (metrics["truncated"], metrics["unmarked"]) == (0.75, 0.5)
-    log.write(TRAINED | metrics)
+    log.write(STEP_METRICS | metrics)
     assert capsys.readouterr().out.splitlines()[-1] == (
         "nothing was learned in step 1, because the responses to each prompt all had "
         "the same reward: 75% of the responses were cut at max_response_tokens, and "
@@ -335,7 +335,7 @@ def test_a_first_step_without_any_signal_is_explained_at_once(log, capsys):
         f"{log.out}/samples.jsonl"
     )
     for other in {"step": 2}, {"groups_with_signal": 0.25}:
-        log.write(TRAINED | metrics | other)
+        log.write(STEP_METRICS | metrics | other)
     assert "nothing was learned" not in capsys.readouterr().out
     # The verifier exact compares the whole response.
     for verifier, unmarked in {"gsm8k": 0.5, "exact": 0}.items():
@@ -344,14 +344,16 @@ def test_a_first_step_without_any_signal_is_explained_at_once(log, capsys):
 
 
 def test_a_line_has_the_seconds_of_all_four_phases(log, capsys):
-    log.write({"step": 5, **TRAINED, "sync_seconds": 0.5})
+    log.write({"step": 5, **STEP_METRICS, "sync_seconds": 0.5})
     assert capsys.readouterr().out.endswith("  300.5 s\n")  # 100 + 100 + 100 + 0.5
 
 
 def test_the_figure_has_the_numbers_of_the_log(log, monkeypatch, capsys):
     log.write({"step": 0, "heldout_pass@1": 0.4, "heldout_greedy": 0.2})
-    log.write({"step": 2} | TRAINED)
-    log.write({"step": 4} | TRAINED | {"heldout_pass@1": 0.6, "heldout_greedy": 0.9})
+    log.write({"step": 2} | STEP_METRICS)
+    log.write(
+        {"step": 4} | STEP_METRICS | {"heldout_pass@1": 0.6, "heldout_greedy": 0.9}
+    )
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda *given, **_: figures.append(given))
     log.finish()

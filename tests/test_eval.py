@@ -116,10 +116,10 @@ def test_the_script_samples_as_its_flags_say_and_writes_counts_and_pass_at_k(
     sampling = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 50}
     counts = list(result["correct"].values())
     expected = prompts[:20], prompts[100:109]
-    for call, correct, of_task in zip(asked, counts, expected, strict=True):
-        assert call.pop("prompts") == of_task
-        assert len(correct) == len(of_task)
-        seeds = [noise_seed(4, problem, 3) for problem in range(len(of_task))]
+    for call, correct, task_prompts in zip(asked, counts, expected, strict=True):
+        assert call.pop("prompts") == task_prompts
+        assert len(correct) == len(task_prompts)
+        seeds = [noise_seed(4, problem, 3) for problem in range(len(task_prompts))]
         assert call == sampling | {"seeds": seeds}
     assert result["pass@k"] == estimate(result["correct"], 3)
     printed = capsys.readouterr().out

@@ -13,7 +13,7 @@ from conftest import NONE_COMPLETE
 import train
 from support.command import Stopped
 
-SHORT = ["--prompts_per_step=4", "--group_size=2", "--minibatches=1", NONE_COMPLETE]
+SHORT_RUN = ["--prompts_per_step=4", "--group_size=2", "--minibatches=1", NONE_COMPLETE]
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_las
 
     monkeypatch.setattr(train, "apply_gradient", poison)
     with pytest.raises(error, match=sentence):
-        train_here(*SHORT, f"--steps={steps}")
+        train_here(*SHORT_RUN, f"--steps={steps}")
 
 
 def test_groups_without_a_signal_are_counted_and_teach_nothing(train_here, capsys):
-    _, *rows = train_here(*SHORT, "--steps=2", "--rollout_dtype=float32")
+    _, *rows = train_here(*SHORT_RUN, "--steps=2", "--rollout_dtype=float32")
     assert "nothing was learned in step 1, because" in capsys.readouterr().out
     for row in rows:
         assert row["reward"] == row["groups_with_signal"] == 0

@@ -74,7 +74,7 @@ def test_a_flag_sets_its_field(monkeypatch):
 
 
 # The bounds of grpo's clip are 1 - eps and 1 + eps, which cross if eps is below 0.
-REFUSED = """
+REFUSED_FLAGS = """
 --steps=40.5 -> steps is '40.5': Input should be a valid integer
 --steps=0 -> steps is '0': Input should be greater than 0
 --lag=-1 -> lag is '-1': Input should be greater than or equal to 0
@@ -103,7 +103,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+@pytest.mark.parametrize("case", REFUSED_FLAGS.strip().splitlines())
 def test_a_flag_that_its_field_does_not_accept_is_refused_in_a_sentence(
     case, monkeypatch
 ):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KEPT, NONE_COMPLETE, SOME_COMPLETE, refusal_of
+from conftest import ENGINES, NONE_COMPLETE, SOME_COMPLETE, refusal_of
 from launch import read_metrics, run_script
 from test_eval import evaluate_here
 
@@ -205,7 +205,7 @@ def record(train_here, monkeypatch) -> Any:
             updated = SimpleNamespace(**arguments)
             # AdamW's options change from update to update.
             updated.options = dict(updated.optimizer.param_groups[0])
-            updated.asleep = KEPT[-1].asleep
+            updated.asleep = ENGINES[-1].asleep
             updated.stats = update(*given)
             seen.updates.append(updated)
             return updated.stats
@@ -379,7 +379,7 @@ def test_the_engines_have_the_settings_of_the_run_and_the_evaluator_no_fp8(monke
 # Whole runs
 
 
-SHORT = [
+SHORT_RUN = [
     *("--prompts_per_step=16", "--learning_rate=8e-4", "--warmup_updates=2"),
     *("--eval_every=0", "--eval_problems=31"),
     "--rollout_dtype=float32",
@@ -392,7 +392,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
     """Run train.py as a user starts it; return its folder, metrics and output."""
     out = tmp_path_factory.mktemp("runs") / "short"
     command = [sys.executable, "train.py", "--steps=2", f"--out_dir={out}"]
-    done = run_script(command + SHORT)
+    done = run_script(command + SHORT_RUN)
     assert done.returncode == 0, done.stdout
     return SimpleNamespace(out=out, metrics=read_metrics(out), printed=done.stdout)
 

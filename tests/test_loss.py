@@ -154,8 +154,8 @@ def test_divergence_by_hand(loss):
     kl, gradient = divergence_of(loss, logits, behavior, listed=1)
     bucket = LOG2 + math.log(4 / 7) / 2
     assert_close(kl, bucket)
-    of_rest = (math.log(4 / 7) - bucket) / 4
-    assert_close(gradient, [(2 * LOG2 - bucket) / 2, of_rest, of_rest])
+    rest_gradient = (math.log(4 / 7) - bucket) / 4
+    assert_close(gradient, [(2 * LOG2 - bucket) / 2, rest_gradient, rest_gradient])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from support.models import (
 
 FILE = "model.safetensors"
 SHARD = "model-00002-of-00003.safetensors"
-UP = "model.layers.2.mlp.up_proj.weight"
+MLP = "model.layers.2.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -71,10 +71,10 @@ def refusal(folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda w: w.pop(UP), f"only its config.json has {UP}: get complete"),
+        (lambda w: w.pop(MLP), f"only its config.json has {MLP}: get complete"),
         (
-            lambda w: w.update({UP: torch.ones(384, 64)}),
-            f"size mismatch for {UP}: copying a param with shape torch.Size([384, 64])",
+            lambda w: w.update({MLP: torch.ones(384, 64)}),
+            f"size mismatch for {MLP}: copying a param with shape torch.Size([384, 64]",
         ),
         (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), f"config.json has {EMBEDDING}"),
         (
@@ -148,16 +148,16 @@ def test_no_script_starts_with_a_missing_weight_or_a_verifier_that_cannot_score(
 ):
     assert "--verifier math:pi: 3.14" in refusal_of(script, "--verifier=math:pi")
     weights = load_file(folder / FILE)
-    del weights[UP]
+    del weights[MLP]
     save(weights, folder / FILE)
-    assert f"has {UP}: get" in refusal_of(script, f"--model={folder}")
+    assert f"has {MLP}: get" in refusal_of(script, f"--model={folder}")
 
 
 # Folders, heads and types
 
 # Of models with 12 heads of 12, on three ranks that share an engine. Three ranks can
 # neither share two key heads equally nor have one together.
-UNSHARED = """
+REFUSED_CONFIGS = """
 {"num_key_value_heads": 2} -> 3, which does not divide the 12 attention heads and 2 key
 {"num_attention_heads": 8} -> 3, which does not divide the 8 attention heads and 1 key
 {"quantization_config": {"quant_method": "fp8"}} -> has quantization_config {
@@ -170,7 +170,7 @@ UNSHARED = """
 """
 
 
-@pytest.mark.parametrize("row", UNSHARED.strip().splitlines())
+@pytest.mark.parametrize("row", REFUSED_CONFIGS.strip().splitlines())
 def test_a_model_that_cannot_be_shared_or_trained_is_refused(row, folder, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     heads = {"num_attention_heads": 12, "num_key_value_heads": 1}

@@ -396,7 +396,7 @@ def test_the_function_on_the_page_about_cs336_is_p3o_with_the_sampled_kl():
     batch = make_batch(7)
     e_b = effective_sample_size(ratio_sums(batch.log_ratio, batch.mask)).item()
 
-    def of_the_page(logp, logp_behavior, advantage, kl, e_b):
+    def page_objective(logp, logp_behavior, advantage, kl, e_b):
         loss, metrics = names["compute_policy_gradient_loss"](
             advantage[:, 0],
             logp,
@@ -407,4 +407,4 @@ def test_the_function_on_the_page_about_cs336_is_p3o_with_the_sampled_kl():
         return loss
 
     right = run(ablations.importance_sampled, batch, e_b)
-    assert_same_outcome(run(of_the_page, batch, e_b), right)
+    assert_same_outcome(run(page_objective, batch, e_b), right)

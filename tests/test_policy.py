@@ -22,7 +22,7 @@ ROWS = [
 ]
 # The tokens that no row above has after the same ones.
 PICTURE = ["########", ".....##", ".......##", "...####", "......."]
-COMPUTED = [
+POSITIONS = [
     (row, column)
     for row, picture in enumerate(PICTURE)
     for column, sign in enumerate(picture)
@@ -51,7 +51,7 @@ def small_batch() -> Rollouts:
 def test_a_token_is_computed_once_for_all_neighbors_that_begin_with_the_same_tokens():
     tokens = small_batch().tokens
     index, computed = distinct_tokens(tokens)
-    assert list(zip(*(axis.tolist() for axis in computed), strict=True)) == COMPUTED
+    assert list(zip(*(axis.tolist() for axis in computed), strict=True)) == POSITIONS
     is_token = tokens >= 0
     assert torch.equal(tokens[computed][index][is_token], tokens[is_token])
     # The third row has the prompt and 7 of the first row, 9, 9 of the second, and two.
@@ -91,4 +91,4 @@ def test_the_log_probabilities_and_the_gradient_are_those_of_computing_all_rows(
         gradient = ours.grad.full_tensor()
         torch.testing.assert_close(gradient, theirs.grad, rtol=1e-4, atol=1e-5)
     # 16 tokens are computed instead of 5 rows of 9, with checkpointing twice.
-    assert widths == [(1, len(COMPUTED), 64)] * (1 + gradient_checkpointing)
+    assert widths == [(1, len(POSITIONS), 64)] * (1 + gradient_checkpointing)

@@ -22,7 +22,7 @@ from support.config import Config
 from support.hub import COMMITS
 from support.log import append_row
 
-SMALL = [
+SMALL_RUN = [
     "--prompts_per_step=8",
     "--group_size=2",
     SOME_COMPLETE,
@@ -54,7 +54,7 @@ def assert_same_run(out: Path, alone: Path) -> None:
 def test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit(
     train_here, tmp_path, capsys
 ):
-    flags = [*SMALL, "--steps=7", "--lag=2"]
+    flags = [*SMALL_RUN, "--steps=7", "--lag=2"]
     rows = train_here(*flags, out_dir=tmp_path / "alone")
     assert any(row["groups_with_signal"] > 0 for row in rows[1:])
     out = tmp_path / "stopped"
@@ -85,7 +85,7 @@ def test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit(
 def test_after_a_kill_of_one_of_two_ranks_torchrun_ends_the_other_and_both_can_resume(
     rollout_tp, tmp_path
 ):
-    flags = [*SMALL, "--steps=5", "--lag=2", f"--rollout_tp={rollout_tp}"]
+    flags = [*SMALL_RUN, "--steps=5", "--lag=2", f"--rollout_tp={rollout_tp}"]
     torchrun(2, "train.py", *flags, f"--out_dir={tmp_path / 'alone'}")
     out = tmp_path / "killed"
     flags.append(f"--out_dir={out}")
@@ -129,14 +129,14 @@ def test_sigterm_prints_how_to_continue_and_the_first_lines_reach_a_file_at_once
 # A finished run
 
 
-FINISHED = [*SMALL, "--eval_every=3", "--steps=5"]
+FINISHED_RUN = [*SMALL_RUN, "--eval_every=3", "--steps=5"]
 
 
 @pytest.fixture(scope="module")
 def finished(train_here, tmp_path_factory) -> Path:
     """Return the folder of a finished run with checkpoints."""
     out = tmp_path_factory.mktemp("run") / "run"
-    train_here(*FINISHED, out_dir=out)
+    train_here(*FINISHED_RUN, out_dir=out)
     return out
 
 
@@ -151,7 +151,7 @@ def test_a_run_is_evaluated_and_saved_every_so_many_steps_and_after_the_last(fin
 def test_an_evaluation_that_fails_costs_no_step(
     finished, train_here, tmp_path, monkeypatch
 ):
-    out, flags = tmp_path / "failed", [*SMALL, "--steps=1"]
+    out, flags = tmp_path / "failed", [*SMALL_RUN, "--steps=1"]
     once = [train.heldout_accuracy]  # The evaluation before training succeeds.
     with monkeypatch.context() as patch, pytest.raises(IndexError, match="pop from"):
         patch.setattr(train, "heldout_accuracy", lambda *given: once.pop()(*given))
@@ -175,7 +175,7 @@ def test_a_finished_run_resumed_with_other_memory_or_rate_changes_no_number_or_c
     (finished / "model/model.safetensors").unlink()
     memory = "--micro_batch_tokens=999 --gradient_checkpointing --kv_cache_gb=0.05"
     changed = [*memory.split(), "--max_num_seqs=64", "--learning_rate=1e-5"]
-    train_here(*FINISHED, "--resume", *changed, out_dir=finished)
+    train_here(*FINISHED_RUN, "--resume", *changed, out_dir=finished)
     after = read_metrics(finished), [(finished / name).read_bytes() for name in files]
     assert after == before
     # The fields with which the run continued are recorded beside config.json.
@@ -221,12 +221,14 @@ def another(value):
     return f"{value}2" if isinstance(value, str) else value / 2 or 1
 
 
-NEUTRAL = """out_dir eval_every save_every resume verbose micro_batch_tokens
+NEUTRAL_FIELDS = """out_dir eval_every save_every resume verbose micro_batch_tokens
     gradient_checkpointing rollout_tp kv_cache_gb max_num_seqs""".split()
-WITH_A_CHECKPOINT = [*NEUTRAL, "learning_rate", "warmup_updates"]
+NEUTRAL_AFTER_CHECKPOINT = [*NEUTRAL_FIELDS, "learning_rate", "warmup_updates"]
 
 
-@pytest.mark.parametrize("done, neutral", [(0, NEUTRAL), (4, WITH_A_CHECKPOINT)])
+@pytest.mark.parametrize(
+    "done, neutral", [(0, NEUTRAL_FIELDS), (4, NEUTRAL_AFTER_CHECKPOINT)]
+)
 def test_a_resumed_run_may_change_only_fields_that_do_not_affect_what_it_learns(
     done, neutral, stored
 ):

@@ -483,7 +483,7 @@ EXACT = """
 """
 
 # Where the answer 5 is, for math and gsm8k alike.
-FOUND = r"""
+RIGHT_RESPONSES = r"""
 So it is $\boxed{5}$.
 So it is \fbox{5}.
 First \boxed{3}, no: \boxed{5}.
@@ -505,7 +505,7 @@ Here are my reasoning steps:↵1. \boxed{3}↵[BEGIN FINAL RESPONSE]↵\boxed{5}
 #### 3↵No:↵#### 5↵That is all.
 """
 # Turns that the model has invented after its own are not graded.
-FOUND += r"""
+RIGHT_RESPONSES += r"""
 \boxed{5}<|im_end|>↵<|im_start|>user↵3+3?<|im_end|>↵<|im_start|>assistant↵\boxed{6}
 \boxed{5}<|eot_id|><|start_header_id|>assistant<|end_header_id|>↵↵\boxed{6}
 \boxed{5}<end_of_turn>↵<start_of_turn>user↵\boxed{6}
@@ -520,7 +520,7 @@ FOUND += r"""
 \boxed{5}<|im_user|>user 3+3? \boxed{6}
 \boxed{5}↵<SPECIAL_11>User↵3+3? \boxed{6}
 """
-NOT_FOUND = r"""
+WRONG_RESPONSES = r"""
 5
 \boxed{}
 The answer is $5$.
@@ -580,8 +580,8 @@ def test_a_verdict_on_a_number_or_a_word(verifier, table):
 @pytest.mark.parametrize("verifier", ["gsm8k", "math"])
 def test_the_answer_is_the_last_complete_box_or_else_behind_the_last_mark(verifier):
     hidden = ["\\boxed{5\u200b}", "\\boxed{\x1b[1m5\x1b[0m}"]
-    right = [*lines_of(FOUND), *hidden, "x" * 300_000 + "\\boxed{5}"]
-    responses = [*right, *lines_of(NOT_FOUND), "", "\\boxed{" + "0" * 300 + "5}"]
+    right = [*lines_of(RIGHT_RESPONSES), *hidden, "x" * 300_000 + "\\boxed{5}"]
+    responses = [*right, *lines_of(WRONG_RESPONSES), "", "\\boxed{" + "0" * 300 + "5}"]
     golds = ["5"] * len(responses)
     scored = zip(responses, score(responses, golds, verifier), strict=True)
     assert [response for response, reward in scored if reward] == right
@@ -677,7 +677,7 @@ def test_an_empty_batch_has_no_rewards_and_unequal_lengths_are_an_error(verifier
 
 TOWER = r"\boxed{98^{97^{96}}}"
 # Answers to gold 5 that are wrong, and what their comparison does.
-HOSTILE = [
+HOSTILE_RESPONSES = [
     TOWER,
     "\\boxed{" + r"\sqrt{2+" * 40 + "2" + "}" * 40 + "}",
     r"\boxed{\begin{pmatrix}" + "&".join(["2^{2^{36}}"] * 9) + r"\end{pmatrix}}",
@@ -698,7 +698,7 @@ HOSTILE = [
     "\\boxed{5}\n[true]\n\\boxed{6}",
 ]
 # Right answers that take sympy longer than others do.
-HONEST = [
+SLOW_PAIRS = [
     (r"\frac{n(n+1)(2n+1)}{6}", r"\frac{2n^3+3n^2+n}{6}"),
     ("a^3+b^3+c^3-3abc", "(a+b+c)(a^2+b^2+c^2-ab-bc-ca)"),
     (r"\left[\frac{\pi^2}{8},\frac{5\pi^2}{4}\right]", r"[\frac18\pi^2,1.25\pi^2]"),
@@ -712,8 +712,8 @@ def children_cpu_seconds() -> float:
 
 @pytest.mark.parametrize("verifier", ["exact", "gsm8k", "math"])
 def test_hostile_responses_get_0_and_the_others_their_reward(verifier, tmp_path):
-    responses = [*HOSTILE, r"\boxed{5}"]
-    expected = [0.0] * len(HOSTILE) + [float(verifier != "exact")]
+    responses = [*HOSTILE_RESPONSES, r"\boxed{5}"]
+    expected = [0.0] * len(HOSTILE_RESPONSES) + [float(verifier != "exact")]
     start = time.process_time()
     assert score(responses, ["5"] * len(responses), verifier) == expected
     # Children do what may take long. The trainer itself reads text, in time that grows
@@ -734,8 +734,8 @@ def test_k_hostile_answers_cost_k_times_the_limit_of_cpu_time():
 
 def test_an_honest_pair_stays_far_below_the_limit():
     start = children_cpu_seconds()
-    golds, answers = zip(*HONEST, strict=True)
-    assert score(list(map(boxed, answers)), golds) == [1.0] * len(HONEST)
+    golds, answers = zip(*SLOW_PAIRS, strict=True)
+    assert score(list(map(boxed, answers)), golds) == [1.0] * len(SLOW_PAIRS)
     # All of them and the start of the judge use less than a single pair may.
     assert children_cpu_seconds() - start < judge.LIMIT + 2
 

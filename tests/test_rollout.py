@@ -24,8 +24,8 @@ from support.command import Refused, Stopped
 from support.models import TRAINABLE, check_model
 from train import Config, kl_at_positions
 
-AGREE = 1e-4  # nats
-HOT = 1.4
+TOLERANCE = 1e-4  # nats
+TEMPERATURE = 1.4
 
 
 def sample(engine: Engine, prompts: list[list[int]], n: int = 4, **sampling):
@@ -77,7 +77,7 @@ def support_of(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "temperature, top_p, top_k", [(0.6, 1.0, 0), (HOT, 0.8, 0), (1.0, 1.0, 2)]
+    "temperature, top_p, top_k", [(0.6, 1.0, 0), (TEMPERATURE, 0.8, 0), (1.0, 1.0, 2)]
 )
 def test_log_pi_b_is_after_temperature_top_p_and_top_k_and_minus_infinity_outside(
     temperature, top_p, top_k, engine, policy, prompts
@@ -90,12 +90,12 @@ def test_log_pi_b_is_after_temperature_top_p_and_top_k_and_minus_infinity_outsid
     log_pi_b = logits.masked_fill(outside, -torch.inf).log_softmax(dim=-1)
     logp = rollouts.logp_behavior[rollouts.mask][:, None]
     sampled = log_pi_b.gather(1, sampled_tokens(rollouts))
-    assert torch.allclose(logp, sampled, atol=AGREE)
+    assert torch.allclose(logp, sampled, atol=TOLERANCE)
     # All 20 tokens are listed, from the likeliest down.
     top_logp = rollouts.top_logp_behavior[rollouts.mask]
     listed = log_pi_b.gather(1, rollouts.top_tokens[rollouts.mask])
-    assert torch.allclose(top_logp, listed, atol=AGREE)
-    assert torch.allclose(top_logp, log_pi_b.topk(20).values, atol=AGREE)
+    assert torch.allclose(top_logp, listed, atol=TOLERANCE)
+    assert torch.allclose(top_logp, log_pi_b.topk(20).values, atol=TOLERANCE)
 
 
 # The KL, from the listed tokens
@@ -106,7 +106,7 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
     top_p, top_k, engine, policy, prompts, monkeypatch
 ):
     monkeypatch.setattr(policy_module, "CHUNK", 7)  # tokens; this changes nothing
-    settings = {"temperature": HOT, "top_p": top_p, "top_k": top_k}
+    settings = {"temperature": TEMPERATURE, "top_p": top_p, "top_k": top_k}
     rollouts = sample(engine, prompts[:4], **settings)
     # The policy moves after the sampling. The trainer's copy of it is float32.
     pi_b = copy.deepcopy(policy).double()
@@ -118,7 +118,7 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
 
     # Restrict both policies to the support of pi_b. Without top-p and top-k it has all
     # tokens.
-    behavior_logits = logits_of(pi_b, rollouts).detach() / HOT
+    behavior_logits = logits_of(pi_b, rollouts).detach() / TEMPERATURE
     outside = ~support_of(behavior_logits, top_p, top_k)
     log_pi, log_pi_b = [
         logits.masked_fill(outside, -torch.inf).log_softmax(dim=-1)
@@ -140,13 +140,13 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
 # log pi_theta
 
 
-FAST = "qwen2"  # All other tests are of a llama, because tiny is one.
-OTHERS = [each for each in TRAINABLE if each != FAST]
+FAST_TYPE = "qwen2"  # All other tests are of a llama, because tiny is one.
+OTHER_TYPES = [each for each in TRAINABLE if each != FAST_TYPE]
 
 
 @pytest.mark.parametrize(
     "model_type",
-    [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
+    [FAST_TYPE, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_TYPES)],
 )
 def test_policy_engine_and_transformers_agree_on_every_type_before_and_after_an_update(
     model_type, build_engine, group, prompts, tmp_path
@@ -167,10 +167,10 @@ def test_policy_engine_and_transformers_agree_on_every_type_before_and_after_an_
         model.load_state_dict(dict(full_weights(policy)))
         log_pi = logits_of(model, rollouts).log_softmax(dim=-1)
         expected = log_pi.gather(1, sampled_tokens(rollouts))[:, 0]
-        assert torch.allclose(logp[rollouts.mask], expected, atol=AGREE)
-        assert torch.allclose(logp, rollouts.logp_behavior, atol=AGREE)
-        assert torch.allclose(top_logp, rollouts.top_logp_behavior, atol=AGREE)
-        # The update changes the log-probabilities by much more than AGREE.
+        assert torch.allclose(logp[rollouts.mask], expected, atol=TOLERANCE)
+        assert torch.allclose(logp, rollouts.logp_behavior, atol=TOLERANCE)
+        assert torch.allclose(top_logp, rollouts.top_logp_behavior, atol=TOLERANCE)
+        # The update changes the log-probabilities by much more than TOLERANCE.
         logp.sum().backward()
         optimizer.step()
         assert (policy(rollouts)[0] - logp).abs().max() > 0.1

@@ -471,7 +471,7 @@ SELECTIONS = {
 }
 AVERAGES = {
     "P3O minus it, all 14": plan.MISMATCHES,
-    "P3O minus it, breaking kinds": plan.BREAKING,
+    "P3O minus it, breaking kinds": plan.BREAKING_KINDS,
 }
 
 

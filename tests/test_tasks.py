@@ -101,7 +101,7 @@ def hub_folders(monkeypatch, tmp_path):
     datasets.disable_progress_bars()
 
 
-LOADED = r"""
+LOADED_ANSWERS = r"""
 gsm8k train -> 84; 3,600
 gsm8k heldout -> -3
 math heldout -> \left( 5, \frac{\pi}{2} \right); \text{Sunday}
@@ -116,7 +116,7 @@ amo-bench heldout -> \sqrt{2}; \frac{n(n+1)}{2}
 """
 
 
-@pytest.mark.parametrize("row", LOADED.strip().splitlines())
+@pytest.mark.parametrize("row", LOADED_ANSWERS.strip().splitlines())
 def test_a_dataset_loads_from_its_own_columns(hub_folders, row):
     name, answers = row.split(" -> ")
     problems = load_task(*name.split())
@@ -144,14 +144,14 @@ def test_rows_of_a_hub_dataset_without_a_marked_answer_are_left_out(
 
 def test_the_embedded_task_is_disjoint_and_right():
     train, heldout = load_task("tiny", "train"), load_task("tiny", "heldout")
-    of_train = {problem["prompt"] for problem in train}
-    assert of_train.isdisjoint(problem["prompt"] for problem in heldout)
+    train_prompts = {problem["prompt"] for problem in train}
+    assert train_prompts.isdisjoint(problem["prompt"] for problem in heldout)
     for problem in train + heldout:
         a, b = problem["prompt"].split("+")
         assert int(a) + int(b) == int(problem["answer"])
 
 
-UNKNOWN = """
+UNKNOWN_TASKS = """
 gsm9k train -> no task 'gsm9k': .*tiny, .* gsm8k, math
 data/x.parquet train -> no task 'data/x.parquet'
 nosuch/file.jsonl train -> no task 'nosuch/file.jsonl'
@@ -160,7 +160,7 @@ tiny test -> 'tiny' has no split 'test'
 """
 
 
-@pytest.mark.parametrize("row", UNKNOWN.strip().splitlines())
+@pytest.mark.parametrize("row", UNKNOWN_TASKS.strip().splitlines())
 def test_an_unknown_task_or_split_is_refused(row):
     name, message = row.split(" -> ")
     with pytest.raises(Refused, match=message):
@@ -175,7 +175,7 @@ def test_a_file_that_a_folder_lacks_is_named():
 # --- datasets of the hub, by its real clients
 
 
-LOAD = """
+LOAD_SCRIPT = """
 import json, os, resource, sys
 from support.command import Refused
 from support.hub import COMMITS
@@ -248,7 +248,7 @@ def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
 
     def load(*names: str, **variables: str) -> tuple[dict, dict]:
         done = subprocess.run(
-            [sys.executable, "-c", LOAD, *names],
+            [sys.executable, "-c", LOAD_SCRIPT, *names],
             cwd=ROOT,
             env=os.environ | environment | variables,
             capture_output=True,
@@ -262,7 +262,7 @@ def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
     return load
 
 
-UNREADABLE = {
+UNREADABLE_NAMES = {
     "owner/plain@nope": "it has no such revision: give a branch, a tag or a commit",
     "owner/none": "there is no such repository, .*log in with `hf auth login` or HF_T",
     "owner/gated": ".*or it is gated or private: .*'owner/gated' is a gated dataset",
@@ -283,12 +283,12 @@ UNREADABLE = {
 def test_what_the_hub_has_is_read_at_a_commit_or_a_sentence_says_why_not(from_hub):
     readable = "plain", "plain@v1", "table", "model", "model@v1"
     readable = [f"owner/{name}" for name in readable]
-    found, commits = from_hub(*readable, *UNREADABLE)
+    found, commits = from_hub(*readable, *UNREADABLE_NAMES)
     expected = [{"prompt": "5*5?", "answer": "025"}]
     files = ["config.json", "model-1.safetensors"]  # no code
     assert [found[name] for name in readable] == 3 * [expected] + 2 * [files]
     assert commits == dict.fromkeys(readable, COMMIT)
-    for name, sentence in UNREADABLE.items():
+    for name, sentence in UNREADABLE_NAMES.items():
         start = f"(no model at '{name}'|{name} train cannot be loaded): "
         assert re.match(start + sentence, found[name]), found[name]
         assert "\n" not in found[name]
@@ -403,19 +403,19 @@ def test_an_instruction_with_a_placeholder_is_told_from_one_with_latex():
             assert bool(PLACEHOLDER.search(text)) == is_bad, text
 
 
-GOOD = '{"prompt": "1+1", "answer": "2"}\n'
+GOOD_ROW = '{"prompt": "1+1", "answer": "2"}\n'
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
         ("", "has no rows"),
-        (GOOD + '{"prompt": "1+', "line 2 is not a usable JSON object"),
+        (GOOD_ROW + '{"prompt": "1+', "line 2 is not a usable JSON object"),
         ("7\n", "line 1 is not a usable JSON object"),
         # The other patterns are not searched in a long text.
         ('{"prompt": "1", "answer": "' + "-" * 301 + '"}', "has over 300 characters"),
         (
-            f"[{GOOD}]",
+            f"[{GOOD_ROW}]",
             "line 1 is not a usable JSON object, and a task has one per line: ",
         ),
         ("\xff\xfe[\0", "line 1 is not a usable JSON object.* 'utf-8' codec"),  # UTF-16
@@ -429,11 +429,11 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
         (r'{"prompt": "2", "answer": "\left(2\right)"}', "not a usable .*escape"),
         # Blank lines count, so that the number is that of an editor.
         (
-            GOOD + '\n\n{"prompt": "1+1", "answer": NaN}\n',
+            GOOD_ROW + '\n\n{"prompt": "1+1", "answer": NaN}\n',
             "1 of the 2 .* have to be corrected or removed, such as row 4: it has no",
         ),
         (
-            '{"x": "2"}\n' + GOOD + '{"prompt": "1", "answer": "}{"}\n' * 3,
+            '{"x": "2"}\n' + GOOD_ROW + '{"prompt": "1", "answer": "}{"}\n' * 3,
             "4 of the 5 .* row 1: its problem is missing or empty in .'x'.: name it "
             "prompt, problem or question; row 3: '}{' is not an answer that 'math' can",
         ),
@@ -505,7 +505,7 @@ def test_a_row_without_one_whole_problem_and_one_gold_is_refused(case, load):
     row = {"prompt": "1+1", "answer": "2"} | json.loads(row)
     refused = pytest.raises(Refused, match=f"1 of the 2 rows .* row 2:.*{reason}")
     with refused if reason else nullcontext():
-        load(GOOD.strip(), row)
+        load(GOOD_ROW.strip(), row)
 
 
 def test_a_number_of_the_hub_is_a_gold_unless_its_digits_may_be_lost():
@@ -805,7 +805,7 @@ def test_a_turn_that_the_template_ends_by_text_alone_is_graded_to_its_end(load):
 
 # --- several ranks
 
-SAME = """
+RANKS_SCRIPT = """
 import os
 import torch.distributed as dist
 from support.command import Refused
@@ -826,7 +826,7 @@ for other in (same._replace(prompts=[[rank]]), cfg.model_copy(update={"seed": ra
 
 
 def test_ranks_with_different_prompts_or_flags_are_refused(tmp_path):
-    (tmp_path / "script.py").write_text(SAME)
+    (tmp_path / "script.py").write_text(RANKS_SCRIPT)
     ranks = ["--standalone", "--nproc-per-node=2"]
     done = run_script([*TORCHRUN, *ranks, tmp_path / "script.py"])
     assert done.stdout.count("they agree") == 2

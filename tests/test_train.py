@@ -17,8 +17,8 @@ from conftest import add_noise
 from gradient_on_ranks import (
     GROUP_SIZE,
     MICRO_BATCHES,
-    ROW,
-    WHOLE,
+    ONE_RESPONSE,
+    UNLIMITED,
     gradient_of,
     with_nan,
 )
@@ -204,14 +204,14 @@ def test_an_e_b_of_each_micro_batch_would_have_changed_the_gradient(stale, train
     given = trainee, stale.rollouts, with_its_own
     gradient, _ = gradient_of(*given, micro_batch_tokens=300)
     assert relative_error(gradient, stale.gradient) > 0.01
-    gradient, _ = gradient_of(*given, micro_batch_tokens=WHOLE)
+    gradient, _ = gradient_of(*given, micro_batch_tokens=UNLIMITED)
     assert relative_error(gradient, stale.gradient) < 1e-4
 
 
 # The micro-batches
 
 
-@pytest.mark.parametrize("tokens", [ROW, 60, 300, WHOLE])
+@pytest.mark.parametrize("tokens", [ONE_RESPONSE, 60, 300, UNLIMITED])
 def test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large(
     tokens, stale
 ):
@@ -227,7 +227,7 @@ def test_each_response_is_in_one_micro_batch_and_none_is_empty_or_too_large(
         assert batch.reward.tolist() == sorted(batch.reward.tolist())
         assert batch.text == [stale.rollouts.text[row] for row in batch.reward]
         assert len(batch.text) == 1 or batch.tokens.numel() <= tokens
-    assert len(batches) == {ROW: 7, WHOLE: 1}.get(tokens, len(batches))
+    assert len(batches) == {ONE_RESPONSE: 7, UNLIMITED: 1}.get(tokens, len(batches))
 
 
 def test_all_ranks_make_as_many_micro_batches_as_the_longest_response_requires(
@@ -243,7 +243,7 @@ def test_all_ranks_make_as_many_micro_batches_as_the_longest_response_requires(
     assert [len(batch.text) for batch in batches] == [4] * 8
 
 
-@pytest.mark.parametrize("tokens", [ROW, 300, WHOLE])
+@pytest.mark.parametrize("tokens", [ONE_RESPONSE, 300, UNLIMITED])
 def test_only_the_last_micro_batch_needs_no_second_forward_pass(tokens, stale, trainee):
     calls = []
     hook = trainee.register_forward_pre_hook(

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent
 SEED = 0
-FORGETS = 0.7  # This is the probability that an example forgets all of its carries.
+FORGET_PROBABILITY = 0.7  # An example so often forgets all of its carries.
 TRAIN_PROBLEMS = 4096
 HELDOUT_PROBLEMS = 512
 STEPS = 1500
@@ -137,7 +137,7 @@ def make_batch(
             add_generation_prompt=True,
             return_dict=False,
         )
-        solution = worked_solution(a, b, rng, forgets=rng.random() < FORGETS)
+        solution = worked_solution(a, b, rng, forgets=rng.random() < FORGET_PROBABILITY)
         response = tokenizer.encode(solution, add_special_tokens=False)
         response.append(tokenizer.eos_token_id)
         examples.append((prompt, response))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study.figures import draw_by_step
-from study.plan import at_rate, command_of
+from study.plan import command_of, embedded_cells
 from study.runs import last, read_runs, run_grid, series, table
 from support.command import run_script
 
@@ -30,7 +30,7 @@ def main() -> None:
     )
     folder = parser.parse_args().folder
     path = folder / "compare.jsonl"
-    cells = at_rate(["lag 16"], OBJECTIVES, [0])
+    cells = embedded_cells(["lag 16"], OBJECTIVES, [0])
     print(
         f"{len(cells)} runs of about two minutes on one core. Each prints a line with\n"
         "its name, its sampled accuracy every ten steps, and its seconds.",
