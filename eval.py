@@ -82,7 +82,7 @@ def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
 
 def evaluate(
     engine: Engine,
-    split: Dataset,
+    dataset: Dataset,
     *,
     samples: int = 1,
     seed: int = 0,
@@ -97,16 +97,16 @@ def evaluate(
     """
     # Every rank has to sample something, because ranks may share an engine and Rollouts
     # cannot be empty. So a rank without problems of its own repeats the first problem.
-    indices = prompts_of_rank(len(split.prompts)) or [0]
+    indices = prompts_of_rank(len(dataset.prompts)) or [0]
     rollouts = engine.sample(
-        [split.prompts[i] for i in indices],
+        [dataset.prompts[i] for i in indices],
         samples,
         [noise_seed(seed, i, samples) for i in indices],
         **sampling,
     )
     columns = {
         "responses": rollouts.text,
-        "rewards": compute_rewards(split, indices, rollouts.text),
+        "rewards": compute_rewards(dataset, indices, rollouts.text),
         "truncated": rollouts.truncated.tolist(),
     }
     own = [
@@ -117,7 +117,7 @@ def evaluate(
     gathered: list = [None] * ranks
     dist.all_gather_object(gathered, own)
     # Rank r of w has the problems r, r + w, ...
-    return [gathered[i % ranks][i // ranks] for i in range(len(split.prompts))]
+    return [gathered[i % ranks][i // ranks] for i in range(len(dataset.prompts))]
 
 
 def heldout_accuracy(
@@ -172,7 +172,7 @@ def main() -> None:
     if is_first:
         take_folder(out, cfg)
     longest_prompt = max(
-        len(prompt) for split in benchmarks.values() for prompt in split.prompts
+        len(prompt) for dataset in benchmarks.values() for prompt in dataset.prompts
     )
     engine = Engine(
         cfg.model,
@@ -185,10 +185,10 @@ def main() -> None:
     )
     engine.show_progress = is_first
     correct = {}
-    for task, split in benchmarks.items():
+    for task, dataset in benchmarks.items():
         results = evaluate(
             engine,
-            split,
+            dataset,
             samples=cfg.samples,
             seed=cfg.seed,
             temperature=cfg.temperature,
@@ -197,7 +197,7 @@ def main() -> None:
         )
         correct[task] = [each["rewards"].count(1.0) for each in results]
         if is_first:
-            write_samples(out, task, split, results)
+            write_samples(out, task, dataset, results)
     if is_first:
         estimates = estimate(correct, cfg.samples)
         path = out / "results.json"
@@ -211,7 +211,7 @@ def main() -> None:
 
 
 def write_samples(
-    out: Path, task: str, split: Dataset, results: list[dict[str, list]]
+    out: Path, task: str, dataset: Dataset, results: list[dict[str, list]]
 ) -> None:
     """Append the results of `evaluate` to samples.jsonl, and print two shares.
 
@@ -219,11 +219,11 @@ def write_samples(
     mark that the verifier expects. They are printed before the intervals, which take a
     while to compute.
     """
-    for problem, result in zip(split.problems, results, strict=True):
+    for problem, result in zip(dataset.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})
     truncated = np.mean([result["truncated"] for result in results])
     unmarked = np.mean(
-        [split.is_unmarked(text) for each in results for text in each["responses"]]
+        [dataset.is_unmarked(text) for each in results for text in each["responses"]]
     )
     print(
         f"{task}: {truncated:.0%} of the responses are cut at max_response_tokens, and "

@@ -36,14 +36,14 @@ TRAINABLE = """
     arcee helium
 """.split()
 # Old checkpoints hold this buffer, which is computed and not learned.
-COMPUTED = "rotary_emb.inv_freq"
+COMPUTED_BUFFER = "rotary_emb.inv_freq"
 # The fields of a config.json for which vLLM and transformers compute different
 # functions, as tests/config_fields.py shows. check_trainable writes each field as a
 # line such as "qwen3 attention_bias False -> True": the type of the model, the name,
 # the type's default, and the value. If the type does not have the field, "lacks" takes
 # the place of the default. The model is refused if a line matches. (?!...) excludes
 # values for which both compute the same.
-DIFFERENT = re.compile(
+DIFFERING_FIELDS = re.compile(
     r"""(?x)
     # Another activation. Gemma's gelu is gelu_pytorch_tanh.
     (?:(?:llama|mistral|qwen[23]|gemma|phi3|glm4|stablelm|exaone4|ernie4_5)\ hidden_act|
@@ -168,7 +168,7 @@ def check_trainable(model: str, config: Any) -> None:
     defaults = {"head_dim": f"lacks {own_head_size}"} | type(config)().to_dict()
     for name, value in config.to_dict().items():
         default = defaults.get(name, "lacks")
-        if DIFFERENT.match(f"{config.model_type} {name} {default} -> {value}"):
+        if DIFFERING_FIELDS.match(f"{config.model_type} {name} {default} -> {value}"):
             raise Refused(
                 f"{model}: its config.json has {name} {value!r}, for which vLLM and "
                 "transformers do not compute the same function if the type is "
@@ -238,7 +238,7 @@ def check_weights(model: str, folder: str, config: Any) -> None:
         ) from None
     embedding_of = built.all_tied_weights_keys  # by the name of the tied head
     for name in sorted({*missing, *unexpected} - {*embedding_of}):
-        if not name.endswith(COMPUTED):
+        if not name.endswith(COMPUTED_BUFFER):
             only = "config.json" if name in missing else "safetensors"
             raise Refused(
                 f"{model}: only its {only} has {name}: get complete files and the "

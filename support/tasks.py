@@ -26,7 +26,7 @@ from answer_checking.latex import MAX_LENGTH, latex_of, number_of
 from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
 
-VERIFIERS = ("exact", "gsm8k", "math")  # the built-in ones, of reward.py
+BUILT_IN_VERIFIERS = ("exact", "gsm8k", "math")  # of reward.VERIFIERS
 
 
 @dataclass(config={"extra": "forbid"})
@@ -38,7 +38,7 @@ class Task:
     heldout: Path | str | None
     # The verifier of reward.score. One of the user's own is named only on the command
     # line, because a folder of data must not run code.
-    verifier: Literal[VERIFIERS] = "math"
+    verifier: Literal[BUILT_IN_VERIFIERS] = "math"
     # The text before each problem in its prompt, or None.
     instruction: str | None = (
         "Reason step by step and put the final answer in \\boxed{}."
@@ -234,7 +234,7 @@ def task_of(name_or_path: str) -> Task:
     except Exception as error:
         reason = re.sub(r"1 validation error for Task | \[type=.*", "", one_line(error))
         raise Refused(
-            f"{settings} may have a verifier ({', '.join(VERIFIERS)}) and an "
+            f"{settings} may have a verifier ({', '.join(BUILT_IN_VERIFIERS)}) and an "
             f"instruction (--verifier module:name gives your own verifier): {reason}"
         ) from None
     return task
@@ -428,7 +428,7 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     text = texts["answer"] or texts["solution"]
     if not text.strip():
         raise ValueError("it has no answer: name it answer or solution")
-    if verifier not in VERIFIERS:
+    if verifier not in BUILT_IN_VERIFIERS:
         return text
     marked = final_answer(text).strip()
     # A heading in Markdown, such as "#### Step 1" above other lines, marks no answer.

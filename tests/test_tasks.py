@@ -16,11 +16,12 @@ from conftest import ROOT, TORCHRUN
 from hub import COMMIT, Hub
 from launch import run_script, start_node
 
-from reward import check_verifier, compute_rewards
+from reward import VERIFIERS, check_verifier, compute_rewards
 from support.command import Refused, Stopped
 from support.config import Config, EvalConfig
 from support.hub import COMMITS, explain, split_revision
 from support.tasks import (
+    BUILT_IN_VERIFIERS,
     PLACEHOLDER,
     Dataset,
     check_texts,
@@ -165,6 +166,10 @@ def test_an_unknown_task_or_split_is_refused(row):
     name, message = row.split(" -> ")
     with pytest.raises(Refused, match=message):
         load_task(*name.split())
+
+
+def test_a_task_may_name_the_verifiers_of_reward_py():
+    assert BUILT_IN_VERIFIERS == tuple(VERIFIERS)
 
 
 def test_a_file_that_a_folder_lacks_is_named():
