@@ -15,7 +15,7 @@ from conftest import ROOT, TORCHRUN
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def run_script(command: list[str | Path]) -> subprocess.CompletedProcess:
+def run_command(command: list[str | Path]) -> subprocess.CompletedProcess:
     """Run a command in the folder of the repository until it ends."""
     return subprocess.run(
         command,
@@ -34,7 +34,7 @@ def torchrun(ranks: int, script: str, *arguments: str, fails: bool = False) -> s
     Asserts that it succeeds, or that it does not if `fails` is true.
     """
     nproc = f"--nproc-per-node={ranks}"
-    done = run_script([*TORCHRUN, "--standalone", nproc, ROOT / script, *arguments])
+    done = run_command([*TORCHRUN, "--standalone", nproc, ROOT / script, *arguments])
     assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
 

@@ -25,7 +25,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import ROOT
-from launch import run_script
+from launch import run_command
 
 from assignment import grade, results, sandbox
 from assignment.grade import SOLUTION, Runner
@@ -140,13 +140,13 @@ def test_the_derivations_of_the_reference_by_hand(name, arguments, right):
 
 
 # Each mistake takes a second or two. `make test` tries every eighth of them.
-SOME_SLOW = [
+MATRIX = [
     pytest.param(mistake, marks=[pytest.mark.slow] if index % 8 else [])
     for index, mistake in enumerate(MISTAKES)
 ]
 
 
-@pytest.mark.parametrize("mistake", SOME_SLOW, ids=lambda mistake: mistake.said)
+@pytest.mark.parametrize("mistake", MATRIX, ids=lambda mistake: mistake.said)
 def test_a_mistake_loses_the_items_that_it_should_and_no_others(
     runner, tmp_path, mistake
 ):
@@ -518,7 +518,7 @@ def test_the_public_solution_loses_the_part_that_a_variant_changes(
     grade.copy_submission(SOLUTION, public)
     for folder, expected in ((variant / "assignment/solution", set()), (public, lost)):
         command = [sys.executable, variant / "assignment/grade.py", folder, "--trust"]
-        done = run_script(command)
+        done = run_command(command)
         assert done.returncode == 0
         assert set(re.findall(r"(?m)^  (\S+)  0 of", done.stdout)) == expected
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from launch import run_script
+from launch import run_command
 
 import support.checkpoints
 import support.machine
@@ -142,7 +142,7 @@ def test_every_recipe_of_the_repository_is_a_configuration(path, monkeypatch):
 
 def assert_refused_in_one_line(command: str, printed: str) -> None:
     """Assert that a command prints only this sentence, and that its exit code is 1."""
-    done = run_script([sys.executable, *command.split()])
+    done = run_command([sys.executable, *command.split()])
     assert done.returncode == 1
     assert done.stdout.startswith(printed)
     assert len(done.stdout.splitlines()) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from launch import run_script
+from launch import run_command
 
 SCRIPTS = {"loss", "reward", "rollout", "policy", "train", "eval"}
 # A file imports only from its own level and those before it.
@@ -68,7 +68,7 @@ def test_an_environment_that_was_made_for_another_machine_is_refused(tmp_path):
     # It was made on a machine with a GPU, and this one needs requirements-cpu.txt.
     (tmp_path / "installed").write_text("requirements.txt\n")
     command = f"make --dry-run train VENV={tmp_path} REQUIREMENTS=requirements-cpu.txt"
-    done = run_script(command.split())
+    done = run_command(command.split())
     assert done.returncode != 0
     assert f"{tmp_path} was made from requirements.txt" in done.stdout
     assert "train.py" not in done.stdout

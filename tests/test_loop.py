@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ENGINES, NONE_COMPLETE, SOME_COMPLETE, refusal_of
-from launch import read_metrics, run_script
+from launch import read_metrics, run_command
 from test_eval import evaluate_here
 
 import train
@@ -392,7 +392,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
     """Run train.py as a user starts it; return its folder, metrics and output."""
     out = tmp_path_factory.mktemp("runs") / "short"
     command = [sys.executable, "train.py", "--steps=2", f"--out_dir={out}"]
-    done = run_script(command + SHORT_RUN)
+    done = run_command(command + SHORT_RUN)
     assert done.returncode == 0, done.stdout
     return SimpleNamespace(out=out, metrics=read_metrics(out), printed=done.stdout)
 

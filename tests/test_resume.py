@@ -12,7 +12,7 @@ from unittest.mock import DEFAULT, Mock
 import psutil
 import pytest
 from conftest import SOME_COMPLETE, refusal_of
-from launch import read_metrics, run_script, torchrun
+from launch import read_metrics, run_command, torchrun
 from test_checkpoints import names
 
 import train
@@ -89,7 +89,7 @@ def test_after_a_kill_of_one_of_two_ranks_torchrun_ends_the_other_and_both_can_r
     torchrun(2, "train.py", *flags, f"--out_dir={tmp_path / 'alone'}")
     out = tmp_path / "killed"
     flags.append(f"--out_dir={out}")
-    # launch.run_script waits for at most five minutes.
+    # launch.run_command waits for at most five minutes.
     printed = torchrun(2, "tests/killed.py", "1", "2", *flags, fails=True)
     assert "Signal 9 (SIGKILL)" in printed
     processes = psutil.process_iter(["cmdline"])
@@ -115,7 +115,7 @@ def test_sigterm_prints_how_to_continue_and_the_first_lines_reach_a_file_at_once
             os.kill(os.getpid(), 15)
 
         run_script(main)"""
-    done = run_script([sys.executable, "-c", code])
+    done = run_command([sys.executable, "-c", code])
     assert done.returncode == 128 + signal.SIGINT  # as after Ctrl-C
     first, *_, last = done.stdout.splitlines()
     assert first.startswith(f"{tmp_path}/run: trains in float32, samples in ")

@@ -18,7 +18,7 @@ from policy import Policy, build_policy, check_sync, full_weights
 from rollout import Engine
 from support.command import Stopped
 
-NO_WEIGHTS = "after the sync of weights 0, engine and policy differ by"
+SYNC_ERROR = "after the sync of weights 0, engine and policy differ by"
 FP8 = ["--rollout_quantization=fp8_per_channel", "--rollout_dtype=bfloat16"]
 
 
@@ -50,7 +50,7 @@ def test_a_sync_that_lacks_one_tensor_is_refused(name, embedded, build_engine, p
     weights = dict(full_weights(embedded))
     weights.pop(name)
     engine.load_weights(weights.items(), version="0")
-    with pytest.raises(Stopped, match=NO_WEIGHTS):
+    with pytest.raises(Stopped, match=SYNC_ERROR):
         check_sync(engine, embedded, prompts)
 
 
@@ -69,7 +69,7 @@ def test_a_sync_renews_all_weights_and_old_weights_are_refused(
     # We measured about 0.001 nats in bfloat16 and 0.003 in fp8.
     assert 0 < check_sync(engine, policy, prompts) < 0.01
     add_noise(policy, 0.05)
-    with pytest.raises(Stopped, match=NO_WEIGHTS):
+    with pytest.raises(Stopped, match=SYNC_ERROR):
         check_sync(engine, policy, prompts)
     engine.load_weights(full_weights(policy), version="1")
     # Noisy weights round worse: 0.07 in fp8. With the old weights it is above 0.4.
@@ -150,7 +150,7 @@ def test_after_a_check_the_policy_still_hands_out_its_newest_weights(
 @pytest.mark.parametrize(
     "loses, sentence, flags",
     [
-        (lambda engine, version: True, NO_WEIGHTS, []),
+        (lambda engine, version: True, SYNC_ERROR, []),
         (lambda engine, version: version > "0", "after the sync of weights 5, ", []),
         (
             lambda engine, version: version > "0",
@@ -158,7 +158,7 @@ def test_after_a_check_the_policy_still_hands_out_its_newest_weights(
             ["--lag=1", "--temperature=1.3", "--top_p=0.9", *FP8],
         ),
         # The engine that evaluates is the one without fp8.
-        (lambda engine, version: engine.quantization == "none", NO_WEIGHTS, FP8),
+        (lambda engine, version: engine.quantization == "none", SYNC_ERROR, FP8),
     ],
 )
 def test_a_run_stops_if_an_engine_silently_keeps_its_weights(

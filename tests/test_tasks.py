@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, TORCHRUN
 from hub import COMMIT, Hub
-from launch import run_script, start_node
+from launch import run_command, start_node
 
 from reward import VERIFIERS, check_verifier, compute_rewards
 from support.command import Refused, Stopped
@@ -833,7 +833,7 @@ for other in (same._replace(prompts=[[rank]]), cfg.model_copy(update={"seed": ra
 def test_ranks_with_different_prompts_or_flags_are_refused(tmp_path):
     (tmp_path / "script.py").write_text(RANKS_SCRIPT)
     ranks = ["--standalone", "--nproc-per-node=2"]
-    done = run_script([*TORCHRUN, *ranks, tmp_path / "script.py"])
+    done = run_command([*TORCHRUN, *ranks, tmp_path / "script.py"])
     assert done.stdout.count("they agree") == 2
     sentence = "the ranks have different flags, problems or prompts: give all nodes"
     assert done.stdout.count(sentence) == 4

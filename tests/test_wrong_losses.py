@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, load_module
-from launch import run_script
+from launch import run_command
 from test_objectives import by_name
 from wrong_losses import WRONG_LOSSES
 
@@ -57,7 +57,7 @@ def test_a_file_with_the_five_functions_is_a_complete_submission(tmp_path):
     functions = "group_advantage, ratio_sums, effective_sample_size, kl_divergence, p3o"
     file.write_text(f"from loss import {functions}")
     pytest_on_test_loss = [sys.executable, "-m", "pytest", "-q", "tests/test_loss.py"]
-    done = run_script([*pytest_on_test_loss, "--loss", file])
+    done = run_command([*pytest_on_test_loss, "--loss", file])
     assert done.returncode == 0, done.stdout
 
 
