@@ -373,9 +373,9 @@ def test_the_front_page_describes_the_figure_of_make_compare():
     cap, half = lead("p3o, no cap", "lag 16")
     sentences = f"""REINFORCE forgets the task from step {step} on. P3O and GRPO reach
         {end}. P3O's e_B is near {e_b:.2f}, so its KL, which pulls the policy toward
-        the engine's distribution, has weight {1 - e_b:.2f}. Yet in the study, dropping
-        the KL lowers accuracy by {kl:.2f}; dropping P3O's ratio cap, by {cap:.2f} ±
-        {half:.2f}."""
+        the engine's distribution, has weight {1 - e_b:.2f}. Yet in the study, accuracy
+        falls by {kl:.2f} without the KL and by {cap:.2f} ± {half:.2f} without the ratio
+        cap."""
     assert says(FRONT, sentences)
 
 
@@ -434,7 +434,7 @@ def test_the_front_page_has_the_scores_with_smollm2():
     assert says(FRONT, sentence)
     scores = [*map(runs.final_score, repeats("p3o", "T = 1.2", plan.SMOLLM2_RATE))]
     (without_kl,) = repeats("p3o, no KL", "T = 1.2", plan.SMOLLM2_RATE)
-    sentence = f"""ended at {max(scores):.2f}, but one run without the KL at
+    sentence = f"""ended at {max(scores):.2f}; one run without the KL ended at
         {runs.final_score(without_kl):.2f} ("""
     assert says(FRONT, sentence)
 
