@@ -174,8 +174,9 @@ class Engine:
                 enable_sleep_mode=self.can_sleep,
                 # On a CPU vLLM cannot prefill in chunks if requests have seeds.
                 enable_chunked_prefill=cuda,
-                # The samples of a prompt share its whole blocks of the KV cache. On a
-                # CPU a block has 128 tokens by default, more than many prompts have.
+                # The samples of a prompt share the blocks of the KV cache that it
+                # fills. On a CPU a block has 128 tokens by default, more than many
+                # prompts have.
                 block_size=None if cuda else 32,
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
