@@ -281,9 +281,8 @@ class Run:
             fused=True,
         )
         # The results are the checkpoint's step (0 if there is no checkpoint), the
-        # metrics of this step (and of its evaluation, if it was logged), the rollout
-        # batches that had been sampled ahead, and the lines of metrics.jsonl and
-        # samples.jsonl.
+        # metrics of this step, the rollout batches that had been sampled ahead, and the
+        # lines of metrics.jsonl and samples.jsonl.
         self.step, self.metrics, queue, rows = load_checkpoint(
             self.out, self.policy, self.optimizer
         )

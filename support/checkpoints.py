@@ -74,6 +74,7 @@ def check_out_dir(cfg: Config) -> None:
     try:
         stored = json.loads(path.read_text())
         COMMITS.update(stored["commits"])
+        stored["steps"] = max(stored["steps"], done)  # An earlier resume raised steps.
     except Exception as error:  # A damaged file raises many types.
         raise Refused(
             f"--resume: {path} cannot be read: {one_line(error)}; restore it, or copy "
@@ -227,13 +228,16 @@ def save_checkpoint(
     rank = dist.get_rank()
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
-    own = {
-        "metrics": metrics,
-        "queue": [vars(batch) for batch in queue],
-        "rows": {name: (out / name).read_text(errors="replace") for name in ROW_FILES},
-    }
     with publish(out / "checkpoints" / f"step-{step:06d}") as folder:
+        # A collective, before which rank 0 has written the samples of this step.
         dcp.save(state, checkpoint_id=folder)
+        own = {
+            "metrics": metrics,
+            "queue": [vars(batch) for batch in queue],
+            "rows": {
+                name: (out / name).read_text(errors="replace") for name in ROW_FILES
+            },
+        }
         torch.save(own, folder / f"rank-{rank}.pt")
     if rank == 0:
         for _, old in sorted(checkpoints(out).items())[:-CHECKPOINTS_OF_A_RUN]:
@@ -243,7 +247,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     out: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, dict[str, Any], list[dict], dict[str, str]]:
+) -> tuple[int, dict, list[dict], dict[str, str]]:
     """Restore policy and optimizer from the newest complete checkpoint.
 
     Returns its step, its metrics, the fields of its unused rollouts, and the rows

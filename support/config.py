@@ -29,7 +29,6 @@ NEUTRAL_FIELDS = {
     "save_every",
     "resume",
     "verbose",
-    "environment",
     "commits",
     # These set how much memory a run takes. Their only effect on results is rounding.
     "micro_batch_tokens",
@@ -141,9 +140,9 @@ class Config(SharedConfig):
     (compute capability 8.0), else float32"""
     rollout_dtype: EngineDtype = "auto"
     """the dtype in which the engine computes; auto: bfloat16 if the machine is fast at
-    it, else float16 on a GPU and float32 on a CPU; float16 is closer to float32, but
-    weights and activations above 65504 overflow; bfloat16 is slow on a CPU without
-    instructions for it"""
+    it, else float16 on a GPU and float32 on a CPU; fp8 needs bfloat16 or float16;
+    float16 is closer to float32, but weights and activations above 65504 overflow;
+    bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
     """tokens in a forward pass, including padding: sets the memory, not the result;
     lowered on a CPU if their activations would take over 4 GB in float32"""
@@ -194,8 +193,7 @@ class EvalConfig(SharedConfig):
     samples: PositiveInt = 1
     """n, the number of responses to a problem"""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """sampling temperature; 0: greedy, so that all samples of a problem are equal; vLLM
-    raises values below 0.01 to 0.01"""
+    """sampling temperature; 0: greedy; vLLM raises values below 0.01 to 0.01"""
     limit: NonNegativeInt = 0
     """evaluate only the first N problems of each task; 0: all"""
     drop_long: bool = False
@@ -205,8 +203,10 @@ class EvalConfig(SharedConfig):
     bfloat16 or, if it has none, float16"""
 
     @model_validator(mode="after")
-    def settle_dtype(self) -> Self:
-        """Replace "auto" for this machine."""
+    def check_and_settle(self) -> Self:
+        """Refuse fields that contradict each other; replace "auto" for this machine."""
+        if self.samples > 1 and self.temperature == 0:
+            raise Refused("samples is above 1 and temperature 0: give 1 greedy sample")
         if self.dtype == "auto":
             from support.machine import default_dtype  # see Config
 

@@ -5,7 +5,6 @@ branch, a tag or a commit.
 """
 
 import re
-import traceback
 
 from support.command import one_line
 
@@ -70,8 +69,11 @@ def explain(error: BaseException) -> str:
     The libraries wrap the reason in errors such as "An error occurred while generating
     the dataset", so the whole chain of errors is searched, from its root.
     """
-    chain = "".join(traceback.format_exception(error, limit=0))
+    chain = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
     for pattern, meaning in FAILURES.items():
-        if found := re.search(rf".*(?:{pattern}).*", chain):
-            return f"{meaning} ({found[0]})"
+        for each in reversed(chain):
+            if re.search(pattern, f"{type(each)} {each}"):
+                return f"{meaning} ({one_line(each)})"
     return one_line(error)

@@ -1,4 +1,4 @@
-"""Writes a run's metrics: a line for each step, and a table and a figure at the end.
+"""Writes a run's metrics: a line for each step, and a figure at the end.
 
 Rank 0 writes metrics.jsonl. These metrics describe the step's rollout batch, over all
 ranks:
@@ -75,7 +75,7 @@ class Log:
     group_size: int
     dataset: Dataset  # the problems trained on
     # The rows before the checkpoint of a resumed run, by file. `write` restores them.
-    rows: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, str]
     seconds: Counter[str] = field(default_factory=Counter)  # of the phases of a step
 
     @contextmanager
@@ -170,22 +170,17 @@ class Log:
             append_row(self.out / "samples.jsonl", sample)
 
     def finish(self) -> None:
-        """Print the final table and draw curves.png from metrics.jsonl, on rank 0."""
+        """Draw curves.png from metrics.jsonl, on rank 0, and name the run's files."""
         if dist.get_rank() > 0:
             return
         from pandas import read_json  # datasets requires pandas; it takes a second.
 
         rows = read_json(self.out / "metrics.jsonl", lines=True).set_index("step")
-        accuracy = rows[["heldout_pass@1", "heldout_greedy"]].dropna()
-        print(f"\n{accuracy.iloc[[0, -1]].round(3)}")  # before and after training
-        # Steps without an evaluation are interpolated.
-        axes = (
-            rows[CURVES]
-            .interpolate()
-            .plot(subplots=True, layout=(2, 4), figsize=(15, 6))
+        axes = rows[CURVES].plot(
+            subplots=True, layout=(2, 4), figsize=(15, 6), style=".-"
         )
         axes[0, 0].figure.savefig(self.out / "curves.png", dpi=120)
-        print(f"\n{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
+        print(f"{self.out}: metrics.jsonl, samples.jsonl, curves.png, model/")
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Sets up this machine: process group, network address, dtypes, cores and memory."""
+"""Sets up this machine: process group, dtypes, cores and memory."""
 
 import ctypes
 import os

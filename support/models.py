@@ -66,7 +66,9 @@ DIFFERING_FIELDS = re.compile(
     | \w+\ is_causal .* False
     """
 )
-WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+WEIGHTS = """
+    model.safetensors model-*.safetensors model.safetensors.index.json
+""".split()
 # A model's other files, which save_model copies.
 COMPANIONS = """
     config.json generation_config.json tokenizer* special_tokens_map.json
@@ -94,7 +96,7 @@ def model_folder(model: str) -> str:
         folder = snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=[*COMPANIONS, *WEIGHTS],
+            allow_patterns=COMPANIONS + WEIGHTS,
         )
     except Exception as error:
         raise Refused(f"no model at {model!r}: {explain(error)}") from None
@@ -199,11 +201,11 @@ def check_heads(model: str, config: Any, tp: int) -> None:
             f"and {kv_heads} key heads of {model}"
         )
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # vLLM itself refuses a few larger multiples of 16, such as 144, when it samples.
+    # vLLM lacks some larger multiples of 16, such as 144, and says so when it samples.
     if (size < 32 or size % 16) and not torch.cuda.is_available():
         raise Refused(
             f"{model} has attention heads of size {size}; on a CPU vLLM supports only "
-            "multiples of 16 from 32 on: give another model, or use a GPU"
+            "some multiples of 16 from 32 on: give another model, or use a GPU"
         )
 
 

@@ -64,7 +64,6 @@ TASKS = {
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 COLUMNS = (*PROBLEM_COLUMNS, "answer", "solution")  # all that are read
-EMPTY = (None, "", [], False)
 # Matches the names of columns that hold a part of the problem. The names are given one
 # per line, the shortest first.
 PART_OF_PROBLEM = re.compile(
@@ -250,7 +249,8 @@ def load_task(
     dataset, which the user cannot correct, it is left out and counted on stderr. The
     columns that are not read are also named there.
 
-    Raises Refused, in one sentence, for an unknown task or split or an unusable row.
+    Raises OSError if a file cannot be read, and Refused, in one sentence, for an
+    unknown task or split or an unusable row.
     """
     task = task_of(name_or_path)
     verifier = verifier or task.verifier
@@ -266,11 +266,13 @@ def load_task(
     rows = read_jsonl(source) if isinstance(source, Path) else read_hub(source)
     if not rows:
         raise Refused(f"{source} has no rows")
-    problems, unread = [], Counter()
-    examples: dict[str, str] = {}  # the first row with each fault
+    # The third has the first row with each fault.
+    problems, unread, examples = [], Counter(), {}
     for number, row in rows.items():
         others = [
-            name for name in row if name not in COLUMNS and row[name] not in EMPTY
+            name
+            for name in row
+            if name not in COLUMNS and row[name] not in (None, "", [], False)
         ]
         unread.update(others)
         try:
@@ -284,7 +286,7 @@ def load_task(
             raise Refused(f"{count} have to be corrected or removed, {reasons}")
         say_once(f"{count} cannot be used and are left out, {reasons}")
     if unread:
-        say_once(
+        say(
             f"{source}: these columns are not read, but are filled in this many of the "
             f"{len(rows)} rows: {dict(unread)}"
         )
@@ -522,7 +524,7 @@ def load_split(
     if not all(fits):
         note = (
             f"{fits.count(False)} of {len(prompts)} {split} prompts of {name_or_path} "
-            f"have over {max(room, 0)} tokens"
+            f"have over {room} tokens"
         )
         if not (any(fits) and drop_long):
             raise Refused(

@@ -280,6 +280,12 @@ def test_with_a_lag_a_resumed_run_may_only_have_all_steps_or_no_further_one(
     assert bool(sentence) == bool(refusal)
 
 
+def test_a_resume_may_not_ask_for_fewer_steps_than_an_earlier_resume_made(stored):
+    out = stored(80)  # after --steps=60 and a --resume with more
+    assert "steps was 80 in " in resume_refusal(out, steps=60)
+    assert resume_refusal(out, steps=80) == resume_refusal(out, steps=81) == ""
+
+
 def test_resume_needs_an_out_dir_and_no_resume_needs_a_free_one(stored):
     assert refusal_of(train, "--resume").startswith("--resume: give the folder of")
     sentence = "exists: choose another, or --resume a run of train.py"

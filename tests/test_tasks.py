@@ -745,7 +745,7 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(load, capsys):
     printed = capsys.readouterr().err
     assert re.search(note.format(2, 14) + "; these are left out", printed)
     for room, drop_long, count in ((14, False, 2), (13, True, 3), (-5, True, 3)):
-        sentence = note.format(count, max(room, 0)) + ", which is what the model's"
+        sentence = note.format(count, room) + ", which is what the model's"
         with pytest.raises(Refused, match=sentence):
             load(*rows, room=room, drop_long=drop_long)
 

@@ -31,6 +31,7 @@ import train
 from loss import effective_sample_size, p3o, ratio_sums, reinforce
 from policy import Policy, build_policy
 from rollout import Rollouts
+from study.runs import DIVERGED
 from train import Config, kl_at_positions, micro_batches
 
 CPU = torch.device("cpu")
@@ -312,7 +313,7 @@ NOT_FINITE = {
 
 
 def test_a_number_that_is_not_finite_stops_the_run_with_the_step(stale, trainee):
-    advice = ".*: lower learning_rate or raise warmup_updates, and continue with"
+    advice = f".*{DIVERGED}.*: lower learning_rate or raise warmup_updates, and cont"
     for name, sentence in NOT_FINITE.items():
         with pytest.raises(FloatingPointError, match=sentence + advice):
             gradient_of(trainee, with_nan(stale.rollouts, name), reinforce)
