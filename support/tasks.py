@@ -286,7 +286,7 @@ def load_task(
             raise Refused(f"{count} have to be corrected or removed, {reasons}")
         say_once(f"{count} cannot be used and are left out, {reasons}")
     if unread:
-        say(
+        say_once(
             f"{source}: these columns are not read, but are filled in this many of the "
             f"{len(rows)} rows: {dict(unread)}"
         )
