@@ -95,7 +95,8 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise Refused(
             f"--config {path} is not a YAML file of fields: {one_line(error)}"
         ) from None
-    # A config.json, known by its "ranks", also describes the run that wrote it.
+    # A config.json (recognized by "ranks") also has fields about the run that wrote it.
+    # They are left out.
     own = ("environment", "commits", "ranks", "out_dir") if "ranks" in fields else ()
     return {str(name): value for name, value in fields.items() if name not in own}
 
@@ -103,9 +104,9 @@ def read_recipe(path: str) -> dict[str, Any]:
 def one_line(error: BaseException) -> str:
     """Return the first sentences of an error's message, on one line.
 
-    A sentence that ends after 22 characters or later is the last one, because advice on
-    the options of other programs may follow it. If the message is a single word, as in
-    KeyError('x'), the type of the error is added.
+    The result ends with the first sentence that ends after 22 characters or later,
+    because advice on the options of other programs may follow it. If the message is a
+    single word, as in KeyError('x'), the type of the error is added.
     """
     text = " ".join(str(error).split())
     reason, *_ = re.split(r"(?<=.{22}\S)\. ", text)
@@ -115,9 +116,10 @@ def one_line(error: BaseException) -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main. If it fails, print the reason: one sentence if expected.
 
-    The process then ends at once and skips the interpreter's clean-up. In the clean-up
-    an engine would wait for the other ranks, which wait for this one after an error
-    until torchrun ends them all. CUDA's memory pools may also abort there.
+    The process then ends at once and skips the interpreter's clean-up, in which an
+    engine would wait for the other ranks. If this rank has failed, they wait for it
+    until torchrun ends them, and torchrun does so only once this process has ended.
+    CUDA's memory pools may also abort the process in the clean-up.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     script = Path(sys.argv[0]).name
@@ -129,9 +131,9 @@ def run_script(main: Callable[[], None]) -> None:
         print(f"{script}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(
-            f"{script}: interrupted; the same command with --resume and the "
-            "run's folder (its first line names it) as --out_dir continues a run of "
-            "train.py from its newest checkpoint",
+            f"{script}: interrupted; to continue a run of train.py from its newest "
+            "checkpoint, repeat its command with --resume --out_dir FOLDER (the first "
+            "line that it printed names FOLDER)",
             file=sys.stderr,
         )
         status = 130

@@ -120,9 +120,9 @@ def test_sigterm_prints_how_to_continue_and_the_first_lines_reach_a_file_at_once
     first, *_, last = done.stdout.splitlines()
     assert first.startswith(f"{tmp_path}/run: trains in float32, samples in ")
     assert last == (
-        "-c: interrupted; the same command with --resume and the run's folder (its "
-        "first line names it) as --out_dir continues a run of train.py from its newest "
-        "checkpoint"
+        "-c: interrupted; to continue a run of train.py from its newest checkpoint, "
+        "repeat its command with --resume --out_dir FOLDER (the first line that it "
+        "printed names FOLDER)"
     )
 
 
