@@ -28,8 +28,8 @@ from support.hub import COMMITS, explain, split_revision
 from support.tasks import encode_prompt, text_after_answer
 
 # The types of models that policy.py supports, with base_model.layers and a linear head.
-# tests/test_rollout.py compares engine and trainer on each of them. vLLM has no code of
-# its own for those of the last two lines (see Policy.__init__).
+# tests/test_rollout.py compares engine and trainer on each of them. For those from
+# smollm3 on, vLLM has no implementation of its own (see Policy.__init__).
 TRAINABLE = """
     llama mistral qwen2 qwen3 gemma gemma3_text phi3 glm4 stablelm nemotron exaone4
     ernie4_5 smollm3 olmo olmo2 olmo3 glm starcoder2 seed_oss ministral hunyuan_v1_dense
@@ -39,10 +39,11 @@ TRAINABLE = """
 COMPUTED_BUFFER = "rotary_emb.inv_freq"
 # The fields of a config.json for which vLLM and transformers compute different
 # functions, as tests/config_fields.py shows. check_trainable writes each field as a
-# line such as "qwen3 attention_bias False -> True": the type of the model, the name,
-# the type's default, and the value. If the type does not have the field, "lacks" takes
-# the place of the default. The model is refused if a line matches. (?!...) excludes
-# values for which both compute the same.
+# line such as "qwen3 attention_bias False -> True": the model's type, the field, the
+# type's default for it, and the value in the config.json. For a field that the type
+# does not have, the line is like "qwen3 mlp_bias lacks -> True", without a default. The
+# model is refused if a line matches. (?!...) excludes values for which both compute the
+# same.
 DIFFERING_FIELDS = re.compile(
     r"""(?x)
     # Another activation. Gemma's gelu is gelu_pytorch_tanh.
@@ -90,7 +91,7 @@ def model_folder(model: str) -> str:
     if repository.count("/") != 1:
         raise Refused(
             f"no model at {model!r}: it is neither a folder nor owner/name on the hub "
-            "(the default, tiny, is beside train.py: start there)"
+            "(the default, tiny, is a folder beside train.py: run the script there)"
         )
     try:
         folder = snapshot_download(
@@ -120,10 +121,10 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
         context_length = text_config.max_position_embeddings  # which BLOOM lacks
     except Exception as error:  # tokenizers has its own exceptions
         raise Refused(
-            f"{model} is not a model that can be read: {one_line(error)}; an adapter "
-            "(LoRA) has to be merged into its model first, and a run has model/ only "
-            "after its last step (to write it from the newest checkpoint, of step N, "
-            "repeat the run's command with --resume --steps N)"
+            f"{model} is not a model that can be read: {one_line(error)}; if it is an "
+            "adapter (LoRA), merge it into its base model; if it is a run that has not "
+            "ended, repeat the run's command with --resume --steps N to write model/, "
+            "where N is the step of its newest checkpoint"
         ) from None
     if to_train:
         check_trainable(model, config)
@@ -166,7 +167,7 @@ def check_trainable(model: str, config: Any) -> None:
             f"give one of type {', '.join(TRAINABLE)}"
         )
     own_head_size = config.hidden_size // config.num_attention_heads
-    # A type without a head_dim may be given one that repeats the size it has anyway.
+    # A config may have a head_dim that its type lacks, if it is the size of the heads.
     defaults = {"head_dim": f"lacks {own_head_size}"} | type(config)().to_dict()
     for name, value in config.to_dict().items():
         default = defaults.get(name, "lacks")
@@ -181,12 +182,15 @@ def check_trainable(model: str, config: Any) -> None:
         if slides != bool(config.sliding_window):
             raise Refused(
                 f"{model}: its config.json has sliding_window {config.sliding_window}, "
-                f"but layer_types {config.layer_types}: give a model with both or none"
+                f"but layer_types {config.layer_types}: give one with both or neither"
             )
 
 
 def check_heads(model: str, config: Any, tp: int) -> None:
-    """Raise Refused if engines of `tp` ranks cannot share these attention heads."""
+    """Raise Refused if the `tp` ranks of an engine cannot share these attention heads.
+
+    On a CPU, also raise it if vLLM does not support the size of the heads.
+    """
     ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if ranks_of_node % tp:
         raise Refused(
@@ -201,7 +205,7 @@ def check_heads(model: str, config: Any, tp: int) -> None:
             f"and {kv_heads} key heads of {model}"
         )
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # vLLM lacks some larger multiples of 16, such as 144, and says so when it samples.
+    # vLLM refuses some larger multiples of 16, such as 144, but only when it samples.
     if (size < 32 or size % 16) and not torch.cuda.is_available():
         raise Refused(
             f"{model} has attention heads of size {size}; on a CPU vLLM supports only "

@@ -209,8 +209,8 @@ def with_a_token_that_has_no_embedding(folder: Path) -> None:
     "damage, sentence",
     [
         (shutil.rmtree, "it is neither a folder nor owner/name on the hub"),
-        (without_config, "; an adapter (LoRA) has to be merged into its model first,"),
-        (with_the_flags_of_a_run, "a run has model/ only after its last step"),
+        (without_config, "; if it is an adapter (LoRA), merge it into its base model;"),
+        (with_the_flags_of_a_run, "if it is a run that has not ended, repeat"),
         (with_a_pointer_for_a_tokenizer, "is not a model that can be read: Expecting"),
         (with_a_token_that_has_no_embedding, "its tokenizer uses token 20, <new>, but"),
     ],
