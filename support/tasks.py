@@ -36,8 +36,8 @@ class Task:
     # A JSONL file, or a hub dataset as "owner/name split [configuration]", or None.
     train: Path | str | None
     heldout: Path | str | None
-    # The verifier of reward.score. One of the user's own is named only on the command
-    # line, because a folder of data must not run code.
+    # The verifier of reward.score. A verifier of the user's own is named only on the
+    # command line, because a folder of data must not run code.
     verifier: Literal[BUILT_IN_VERIFIERS] = "math"
     # The text before each problem in its prompt, or None.
     instruction: str | None = (
@@ -233,8 +233,9 @@ def task_of(name_or_path: str) -> Task:
     except Exception as error:
         reason = re.sub(r"1 validation error for Task | \[type=.*", "", one_line(error))
         raise Refused(
-            f"{settings} may have a verifier ({', '.join(BUILT_IN_VERIFIERS)}) and an "
-            f"instruction (--verifier module:name gives your own verifier): {reason}"
+            f"{settings} cannot be used: {reason}; it may set only verifier "
+            f"({', '.join(BUILT_IN_VERIFIERS)}) and instruction, and --verifier "
+            "module:name gives your own verifier"
         ) from None
     return task
 
@@ -266,7 +267,7 @@ def load_task(
     rows = read_jsonl(source) if isinstance(source, Path) else read_hub(source)
     if not rows:
         raise Refused(f"{source} has no rows")
-    # The third has the first row with each fault.
+    # `examples` has the first row with each fault.
     problems, unread, examples = [], Counter(), {}
     for number, row in rows.items():
         others = [
@@ -394,7 +395,7 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
         elif value == value is not None:
             raise ValueError(
                 f"its {column} is not a text but {str(value)[:60]!r}: write it as a "
-                "text in quotes (of the turns of a chat, only the user's text)"
+                "text in quotes (if it is a chat, write only the user's text)"
             )
     prompts = {texts[column].strip() for column in PROBLEM_COLUMNS} - {""}
     if len(prompts) != 1:
@@ -429,7 +430,7 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     """
     text = texts["answer"] or texts["solution"]
     if not text.strip():
-        raise ValueError("it has no answer: name it answer or solution")
+        raise ValueError("it has no answer: give one in a column answer or solution")
     if verifier not in BUILT_IN_VERIFIERS:
         return text
     marked = final_answer(text).strip()
@@ -513,12 +514,13 @@ def load_split(
         encode_prompt(tokenizer, problem["prompt"], task.instruction)
         for problem in problems
     ]
-    # Large datasets often have a few problems with two different answers.
+    # A few problems with two different answers are allowed: many large datasets have
+    # them.
     if len({*map(repr, problems)}) >= 2 * len({*map(repr, prompts)}):
         raise Refused(
             f"the prompts of {name_or_path} have two or more answers each, such as "
             f"{problems[0]['prompt'][:50]!r}: the problem is in a column that is not "
-            "read or in several rows, or the model's chat template is not one for texts"
+            "read or in several rows, or the model's chat template omits the problem"
         )
     fits = [len(prompt) <= room for prompt in prompts]
     if not all(fits):
@@ -554,7 +556,7 @@ def check_texts(
     That is a special token anywhere in a text, or a character that the tokenizer does
     not know. Blanks, invisible characters and Unicode forms do not matter.
     """
-    # Solved examples in an instruction may end as the model ends a response.
+    # Solved examples in an instruction may end with the end-of-sequence token.
     examples = (instruction or "").replace(tokenizer.eos_token or "", "")
     texts = (text for problem in problems for text in problem.values())
     together = "\n".join([examples, *texts])
@@ -601,7 +603,7 @@ def encode_prompt(
             # A template that prints the date prints the same one in every run.
             strftime_now=datetime(2026, 1, 1).strftime,
         )
-    except Exception as error:  # the template may raise any
+    except Exception as error:  # the template may raise anything
         raise Refused(f"the model's chat template fails: {one_line(error)}") from None
 
 
@@ -627,7 +629,7 @@ def check_same_on_ranks(*inputs: Any) -> None:
 
     Nodes may be given different commands, or different copies of a task.
     """
-    import torch.distributed as dist  # here, as reward.py needs no torch
+    import torch.distributed as dist  # not at the top: reward.py needs no torch
 
     digests: list = [None] * dist.get_world_size()
     dist.all_gather_object(digests, sha256(repr(inputs).encode()).hexdigest())

@@ -364,11 +364,11 @@ def test_a_file_is_both_splits_and_a_folder_has_two(tmp_path):
 
 # Data must not run code, so a task.json cannot name a verifier such as os:system.
 UNUSABLE_SETTINGS = r"""
-{"verifer": "exact"} -> task\.json may have .*verifer
-{"verifier": "exakt"} -> task\.json may have .*should be 'exact', 'gsm8k'
-{"verifier": "os:system"} -> \(exact, .*\(--verifier module:name gives your own veri
+{"verifer": "exact"} -> task\.json cannot be used: verifer
+{"verifier": "exakt"} -> task\.json cannot be used: .*should be 'exact', 'gsm8k'
+{"verifier": "os:system"} -> \(exact, .*--verifier module:name gives your own verifier$
 {"verifier": "exact"} -> is exact, .* asks for a box: give another instr
-{"instruction": 7} -> verifier\): instruction Input should be a valid string$
+{"instruction": 7} -> used: instruction Input should be a valid string; it may
 {"instruction": "\ud83d"} -> surrogates not allowed
 {"instruction": "Use \boxed{}."} -> '\\x08oxed' was probably written with a single
 {"instruction": "Solve {question}."} -> a placeholder, '{question}': the pro
@@ -775,7 +775,7 @@ def test_solved_examples_in_an_instruction_may_end_with_the_end_of_sequence():
 def test_a_chat_template_that_fails_is_refused(load):
     with pytest.raises(Refused, match="the model's chat template fails: no user"):
         load(*own("1+1"), template="{{ raise_exception('no user') }}")
-    with pytest.raises(Refused, match="the model's chat template is not one for texts"):
+    with pytest.raises(Refused, match="the model's chat template omits the problem"):
         load(*own("1+1", "2+2"), template="{{ messages[0]['content']['text'] }}:")
 
 
