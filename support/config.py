@@ -137,7 +137,7 @@ class Config(SharedConfig):
     # The machine
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the dtype in which the trainer computes; auto: bfloat16 on a GPU that has it
-    (compute capability 8.0), else float32"""
+    (compute capability 8.0 or higher), else float32"""
     rollout_dtype: EngineDtype = "auto"
     """the dtype in which the engine computes; auto: bfloat16 if the machine is fast at
     it, else float16 on a GPU and float32 on a CPU; fp8 needs bfloat16 or float16;
@@ -175,7 +175,7 @@ class Config(SharedConfig):
         if self.dtype == "auto":
             self.dtype = default_dtype("float32")
         if self.rollout_dtype == "auto":
-            # vLLM has no fp8 beside float32.
+            # vLLM does not offer fp8 together with float32.
             is_fp8 = self.rollout_quantization != "none"
             is_bfloat16 = is_fp8 or has_fast_bfloat16()
             self.rollout_dtype = "bfloat16" if is_bfloat16 else default_dtype("float16")
@@ -206,7 +206,7 @@ class EvalConfig(SharedConfig):
     def check_and_settle(self) -> Self:
         """Refuse fields that contradict each other; replace "auto" for this machine."""
         if self.samples > 1 and self.temperature == 0:
-            raise Refused("samples is above 1 and temperature 0: give 1 greedy sample")
+            raise Refused("at temperature 0 all samples are equal: give --samples 1")
         if self.dtype == "auto":
             from support.machine import default_dtype  # see Config
 

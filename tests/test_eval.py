@@ -210,7 +210,7 @@ def test_two_ranks_count_what_one_rank_counts_with_an_engine_each_or_a_shared_on
     [
         ("--task=math500 --split=train", "the task 'math500' has no split 'train'"),
         ("--temperature=2.5", "temperature is '2.5'"),
-        ("--temperature=0 --samples=4", "samples is above 1 and temperature 0: give"),
+        ("--temperature=0 --samples=4", "at temperature 0 all samples are equal: give"),
         # "478+805" is 9 tokens with <bos> and ':'; four digits make 11. The context
         # is 128.
         ("--max_response_tokens=119", "heldout prompts of tiny have over 9 tokens"),
