@@ -78,7 +78,7 @@ def check_out_dir(cfg: Config) -> None:
     except Exception as error:  # A damaged file raises many types.
         raise Refused(
             f"--resume: {path} cannot be read: {one_line(error)}; restore it, or copy "
-            "that of a new run with the same flags"
+            "the config.json of a new run with the same flags"
         ) from None
     allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
     # With a lag, a run of more steps would have sampled more batches by now. This makes
@@ -127,7 +127,7 @@ def config_of(cfg: Flags) -> dict[str, Any]:
 
 
 def make_out_dir(cfg: Config) -> Path:
-    """Create or reopen the run's folder, and print its first lines. A collective.
+    """Create or reopen out_dir, and print the run's first lines. A collective.
 
     The configuration with which a run continues is added to resumes.jsonl. Raises
     Refused if this node does not see the folder.
@@ -139,8 +139,8 @@ def make_out_dir(cfg: Config) -> Path:
     out = Path(cfg.out_dir)
     if dist.get_rank() == 0:
         take_folder(out, cfg)
-        # Schedulers send SIGTERM some seconds before they kill a job. This makes it end
-        # the run as Ctrl-C does: run_script says how to continue.
+        # Schedulers send SIGTERM some seconds before they kill a job. With this handler
+        # SIGTERM ends the run as Ctrl-C does, and run_script says how to continue.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
         if done := max(checkpoints(out), default=0):
@@ -229,7 +229,7 @@ def save_checkpoint(
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
     with publish(out / "checkpoints" / f"step-{step:06d}") as folder:
-        # A collective, before which rank 0 has written the samples of this step.
+        # Once this collective returns, rank 0 has written the samples of this step.
         dcp.save(state, checkpoint_id=folder)
         own = {
             "metrics": metrics,
@@ -291,10 +291,11 @@ def save_model(
     """Write, whole or not at all, a folder that transformers and vLLM can load.
 
     `weights` are those of policy.full_weights, which rank 0 collects in main memory.
-    They are stored in the dtype of the model's config, and a tied head once. All other
-    files, such as config.json and the tokenizer's, are copies of those in the folder
-    that the model was built from, so any version that can read that folder can read
-    this one. A collective. Raises Stopped if the folder cannot be written.
+    They are stored in the dtype of the model's config, and a tied head is stored once.
+    All other files, such as config.json and the tokenizer's, are copies of those in the
+    folder that the model was built from, so a version of the libraries that can read
+    that folder can read this one. A collective. Raises Stopped if the folder cannot be
+    written.
     """
     stored = {}  # stays empty on the other ranks
     for name, weight in weights:
@@ -307,6 +308,6 @@ def save_model(
                 for file in Path(model.name_or_path).glob(pattern):
                     if file.is_file():
                         shutil.copyfile(file, unfinished / file.name)
-            # Only their owner may read these files yet.
+            # So far only the owner can read these; give them config.json's permissions.
             for file in unfinished.glob("*.safetensors"):
                 shutil.copymode(unfinished / "config.json", file)
