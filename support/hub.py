@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face Hub: names with a revision, commits, and failures.
+"""Handles names, commits and failures of repositories on the Hugging Face Hub.
 
 A model or dataset is named owner/name, or owner/name@revision, where the revision is a
 branch, a tag or a commit.
@@ -18,8 +18,8 @@ FAILURES = {
         "HF_DATASETS_CACHE, for datasets) to a folder on another disk"
     ),
     r"OfflineMode|find cache for": (
-        "HF_HUB_OFFLINE is set, and the cache has no copy that can be used (it cannot "
-        "serve a CSV file): unset it to download one, or give a folder"
+        "HF_HUB_OFFLINE is set, and the cache has no copy that can be used (a CSV "
+        "file cannot be): unset the variable to download a copy, or give a folder"
     ),
     r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
     r"GatedRepo|\b40[13]\b|(Repository|Dataset)NotFound": (

@@ -173,7 +173,7 @@ class Log:
         """Draw curves.png from metrics.jsonl, on rank 0, and name the run's files."""
         if dist.get_rank() > 0:
             return
-        from pandas import read_json  # datasets requires pandas; it takes a second.
+        from pandas import read_json  # comes with datasets; takes a second to import
 
         rows = read_json(self.out / "metrics.jsonl", lines=True).set_index("step")
         axes = rows[CURVES].plot(

@@ -45,7 +45,7 @@ def init_distributed() -> dist.DeviceMesh:
     """
     if "LOCAL_WORLD_SIZE" not in os.environ:  # not started by torchrun
         for name in PROCESS_COUNTS:
-            # Without a rank, each process would train a model of its own.
+            # Each process would take itself for the only rank, and train its own model.
             if os.environ.get(name, "1") != "1":
                 raise Refused(
                     f"{name} is {os.environ[name]}, but LOCAL_WORLD_SIZE is not set: "
@@ -72,7 +72,7 @@ def init_distributed() -> dist.DeviceMesh:
     elif torch.version.cuda:
         raise Refused(
             f"torch is built for CUDA {torch.version.cuda} but finds no GPU that it "
-            "can use: check CUDA_VISIBLE_DEVICES and nvidia-smi (is its driver old?)"
+            "can use: check CUDA_VISIBLE_DEVICES, and the driver version in nvidia-smi"
         )
     else:
         device_type = "cpu"
@@ -89,8 +89,8 @@ def init_distributed() -> dist.DeviceMesh:
 def default_dtype(without_bfloat16: str) -> str:
     """Return the dtype to compute in: float32 on a CPU, bfloat16 on a GPU that has it.
 
-    A GPU without it computes in `without_bfloat16`. In float32 neither the number of
-    ranks nor the size of a batch changes a result, up to rounding.
+    A GPU without bfloat16 computes in `without_bfloat16`. In float32, rounding is so
+    small that the number of ranks and the size of a batch hardly change a result.
     """
     if not torch.cuda.is_available():
         return "float32"
