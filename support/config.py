@@ -161,7 +161,7 @@ class Config(SharedConfig):
 
     @model_validator(mode="after")
     def check_and_settle(self) -> Self:
-        """Refuse fields that contradict each other; replace "auto" for this machine."""
+        """Refuse fields that contradict each other; replace "auto" by a dtype."""
         world = int(os.environ.get("WORLD_SIZE", 1))
         if self.prompts_per_step % (world * self.minibatches):
             raise Refused(
@@ -204,7 +204,7 @@ class EvalConfig(SharedConfig):
 
     @model_validator(mode="after")
     def check_and_settle(self) -> Self:
-        """Refuse fields that contradict each other; replace "auto" for this machine."""
+        """Refuse fields that contradict each other; replace "auto" by a dtype."""
         if self.samples > 1 and self.temperature == 0:
             raise Refused("at temperature 0 all samples are equal: give --samples 1")
         if self.dtype == "auto":
