@@ -402,8 +402,8 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
         raise ValueError(
             "its prompt, problem and question differ: keep the one that is complete"
             if prompts
-            else f"its problem is missing or empty in {[*row]}: name it prompt, "
-            "problem or question"
+            else f"it has no problem (its columns are {[*row]}): give one in a column "
+            "prompt, problem or question"
         )
     [prompt] = prompts
     if part := PART_OF_PROBLEM.search("\n".join(sorted(sorted(others), key=len))):
@@ -468,7 +468,7 @@ class Dataset(NamedTuple):
     prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
-    turn_end: str = ""  # what the chat template writes between an answer and the user
+    turn_end: str = ""  # the chat template's text between an answer and the next turn
 
     def own_turn(self, response: str) -> str:
         """Return the text to grade: from the tag in the prompt to the end of the turn.
@@ -551,10 +551,9 @@ def load_split(
 def check_texts(
     tokenizer: Any, instruction: str | None, problems: list[dict[str, str]]
 ) -> None:
-    """Raise Refused if a prompt or gold has what the tokenizer cannot represent.
+    """Raise Refused if a text has a special token or a character without a token.
 
-    That is a special token anywhere in a text, or a character that the tokenizer does
-    not know. Blanks, invisible characters and Unicode forms do not matter.
+    Blanks, invisible characters and Unicode forms do not matter.
     """
     # Solved examples in an instruction may end with the end-of-sequence token.
     examples = (instruction or "").replace(tokenizer.eos_token or "", "")

@@ -439,8 +439,8 @@ GOOD_ROW = '{"prompt": "1+1", "answer": "2"}\n'
         ),
         (
             '{"x": "2"}\n' + GOOD_ROW + '{"prompt": "1", "answer": "}{"}\n' * 3,
-            "4 of the 5 .* row 1: its problem is missing or empty in .'x'.: name it "
-            "prompt, problem or question; row 3: '}{' is not an answer that 'math' can",
+            "4 of the 5 .* row 1: it has no problem .its columns are .'x'..: give one "
+            "in a column prompt, problem or question; row 3: '}{' is not an answer",
         ),
     ],
 )
