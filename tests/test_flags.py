@@ -154,7 +154,7 @@ def test_a_refusal_is_one_line_with_exit_code_1():
 
 @pytest.mark.slow
 def test_a_cache_that_is_too_small_or_too_large_is_refused_in_one_line():
-    for size, reason in (("0.0001", "No available"), ("9999.0", "Available")):
+    for size, reason in (("1e-05", "No available"), ("9999.0", "Available")):
         sentence = "eval.py: vLLM cannot build an engine for tiny with kv_cache_gb "
         sentence += f"{size}: {reason} memory"
         assert_refused_in_one_line(f"eval.py --kv_cache_gb={size}", sentence)
