@@ -419,7 +419,7 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     (behind,) = {f"{-greedy[row]:.2f}" for row in ("lag 16", "16 updates")}
     sentences = f"""**P3O leads GRPO clearly only in sampled accuracy**, at temperature
         1.6 and on old data. In greedy accuracy it leads by at most 0.02, and GRPO by
-        {behind} on old and reused data, before rounding."""
+        {behind} (unrounded) on old and reused data."""
     assert says(FRONT, sentences)
     *first, (old, half), _ = (lead(CONSTANT, name) for name in FRONT_ROWS)
     assert all(abs(middle) < 0.02 for middle, _ in first) and old < -half
