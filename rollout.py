@@ -70,8 +70,8 @@ def noise_seed(seed: int, group: int, samples: int) -> int:
     """Return the noise seed of a group's first sample; sample j has this seed plus j.
 
     Every group has `samples` samples, so no two samples of a run share a noise seed.
-    The first is a pseudorandom function of `seed`, so that runs with different seeds
-    hardly ever share a noise seed.
+    The first noise seed of a run is a pseudorandom function of `seed`, so that runs
+    with different seeds hardly ever share one.
     """
     return random.Random(seed).getrandbits(31) + group * samples
 
@@ -174,9 +174,9 @@ class Engine:
                 enable_sleep_mode=self.can_sleep,
                 # On a CPU vLLM cannot prefill in chunks if requests have seeds.
                 enable_chunked_prefill=cuda,
-                # The samples of a prompt share the blocks of the KV cache that it
-                # fills. On a CPU a block has 128 tokens by default, more than many
-                # prompts have.
+                # The samples of a prompt share only the blocks of the KV cache that
+                # the prompt fills completely. On a CPU a block has 128 tokens by
+                # default, more than many prompts have.
                 block_size=None if cuda else 32,
                 max_num_batched_tokens=None if cuda else max(8192, max_model_len),
             )
