@@ -121,7 +121,7 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
     # Computed tokens are numbered row by row, so the numbers in a column grow downward.
-    # The largest one down to a row is that of the nearest computed token.
+    # The largest one at or above a row is thus that of the nearest computed token.
     number = (is_computed.flatten().cumsum(dim=0) - 1).view_as(tokens) * is_computed
     return number.cummax(dim=0).values, is_computed.nonzero(as_tuple=True)
 
