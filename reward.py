@@ -142,7 +142,7 @@ def checked_score(responses: list[str], golds: list[str], verifier: str) -> list
             raise ValueError(
                 f"it gave {rewards[:9]}, not a number in [0, 1] for each response"
             )
-    except Exception as error:  # it may raise anything
+    except Exception as error:  # the verifier may raise anything
         if len(golds) > 1:  # find the response on which it fails
             for response, gold in zip(responses, golds, strict=True):
                 checked_score([response], [gold], verifier)
