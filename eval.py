@@ -213,11 +213,11 @@ def main() -> None:
 def write_samples(
     out: Path, task: str, dataset: Dataset, results: list[dict[str, list]]
 ) -> None:
-    """Append the results of `evaluate` to samples.jsonl, and print two shares.
+    """Append the results of `evaluate` to samples.jsonl, and print two percentages.
 
-    They are the share of the responses that were truncated, and the share that lack the
-    mark that the verifier expects. They are printed before the intervals, which take a
-    while to compute.
+    They say how many of the responses were truncated, and how many lack the mark that
+    the verifier expects. They are printed before the intervals, which take a while to
+    compute.
     """
     for problem, result in zip(dataset.problems, results, strict=True):
         append_row(out / "samples.jsonl", {"task": task, **problem, **result})
