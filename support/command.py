@@ -102,11 +102,11 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first sentences of an error's message, on one line.
+    """Return the beginning of an error's message, on one line.
 
-    The result ends with the first sentence that ends after 22 characters or later,
-    because advice on the options of other programs may follow it. If the message is a
-    single word, as in KeyError('x'), the type of the error is added.
+    It ends at the first period after more than 22 characters: a shorter sentence says
+    too little, and later sentences may give advice on the options of other programs. If
+    the message is a single word, as in KeyError('x'), the type of the error is added.
     """
     text = " ".join(str(error).split())
     reason, *_ = re.split(r"(?<=.{22}\S)\. ", text)
