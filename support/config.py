@@ -111,7 +111,7 @@ class Config(SharedConfig):
     temperature: Temperature = 1.0
     """sampling temperature of the rollouts"""
     top_k: NonNegativeInt = 0
-    """sample from the k most likely tokens, with the KL as for top_p; 0: from all"""
+    """sample from the k most likely tokens; 0: all; like top_p, this changes the KL"""
     top_logprobs: PositiveInt = 20
     """K: the KL is over the K most likely tokens of pi_b and a bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
@@ -200,7 +200,7 @@ class EvalConfig(SharedConfig):
     """drop prompts that are too long to leave room for a response"""
     dtype: EngineDtype = "auto"
     """the dtype in which the engine computes; auto: float32 on a CPU, and on a GPU
-    bfloat16 or, if it has none, float16"""
+    bfloat16 or, if the GPU lacks bfloat16, float16"""
 
     @model_validator(mode="after")
     def check_and_settle(self) -> Self:
