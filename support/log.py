@@ -74,7 +74,8 @@ class Log:
     tokenizer: PreTrainedTokenizerBase
     group_size: int
     dataset: Dataset  # the problems trained on
-    # The rows before the checkpoint of a resumed run, by file. `write` restores them.
+    # If the run is resumed, the text that each of ROW_FILES had when the checkpoint was
+    # saved. `write` restores it.
     rows: dict[str, str]
     seconds: Counter[str] = field(default_factory=Counter)  # of the phases of a step
 
