@@ -167,7 +167,7 @@ def check_trainable(model: str, config: Any) -> None:
             f"give one of type {', '.join(TRAINABLE)}"
         )
     own_head_size = config.hidden_size // config.num_attention_heads
-    # A config may have a head_dim that its type lacks, if it is the size of the heads.
+    # A config may set head_dim although its type lacks it, if the heads have that size.
     defaults = {"head_dim": f"lacks {own_head_size}"} | type(config)().to_dict()
     for name, value in config.to_dict().items():
         default = defaults.get(name, "lacks")
