@@ -518,9 +518,9 @@ def load_split(
     # them.
     if len({*map(repr, problems)}) >= 2 * len({*map(repr, prompts)}):
         raise Refused(
-            f"the prompts of {name_or_path} have two or more answers each, such as "
-            f"{problems[0]['prompt'][:50]!r}: the problem is in a column that is not "
-            "read or in several rows, or the model's chat template omits the problem"
+            f"a prompt of {name_or_path} has on average two or more answers (the first "
+            f"problem is {problems[0]['prompt'][:50]!r}): the problem is in a column "
+            "that is not read or in several rows, or the chat template omits it"
         )
     fits = [len(prompt) <= room for prompt in prompts]
     if not all(fits):
@@ -562,9 +562,9 @@ def check_texts(
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and len(token.content) > 1 and token.content in together:
             raise Refused(
-                f"the task has {token.content!r} in a problem, an answer or the "
-                "instruction, which is a special token of the model, added by its "
-                "template or tokenizer: remove it"
+                f"the task has the special token {token.content!r} in a problem, an "
+                "answer or the instruction: remove it, because only the model's "
+                "template or tokenizer may add such tokens"
             )
     characters = "\n".join({*together})
     token_ids = tokenizer.encode(characters, add_special_tokens=False)
@@ -573,7 +573,7 @@ def check_texts(
     if visible := [*filter(str.isprintable, lost)]:
         raise Refused(
             f"the model's tokenizer cannot represent {min(visible)!r} of the task (the "
-            "embedded policy knows digits and a few other characters): give another "
+            "policy in tiny/ knows digits and a few other characters): give another "
             "--model"
         )
 

@@ -572,7 +572,7 @@ def test_problems_that_most_often_have_several_golds_are_refused(load):
     for prompts in (["Solve it."], ["Solve it.", "Please solve it."]):
         golds = range(2 * len(prompts))
         rows = [{"prompt": prompts[n // 2], "answer": n, "text": n} for n in golds]
-        with pytest.raises(Refused, match="two or more answers each, such as 'Solve "):
+        with pytest.raises(Refused, match="answers .the first problem is 'Solve "):
             load(*rows)
         # If only some problems have two golds, or the golds are equal, these are used.
         assert len(load(*rows[1:], *own("7")).problems) == len(rows)
@@ -755,7 +755,7 @@ def test_prompts_without_room_are_refused_or_left_out_and_counted(load, capsys):
     [
         ("1√2", "cannot represent '√' of the task"),
         ("1é2", "cannot represent 'é' of the task"),
-        ("<s>12", "has '<s>' in a problem, .* which is a special token of the model"),
+        ("<s>12", "has the special token '<s>' in a problem, an answer"),
     ],
 )
 def test_a_text_that_the_tokenizer_cannot_represent_is_refused(problem, sentence, load):
@@ -766,9 +766,9 @@ def test_a_text_that_the_tokenizer_cannot_represent_is_refused(problem, sentence
 def test_solved_examples_in_an_instruction_may_end_with_the_end_of_sequence():
     check_texts(tokenizer_with(), "1+1=2</s>", own("2+2"))
     for other in ("<s>1+1=2", "1+1=2</s>\n<s>"):
-        with pytest.raises(Refused, match="has '<s>' in .* or the instruction, which"):
+        with pytest.raises(Refused, match="token '<s>' in .* or the instruction"):
             check_texts(tokenizer_with(), other, own("2+2"))
-    with pytest.raises(Refused, match="has '</s>' in a problem"):
+    with pytest.raises(Refused, match="token '</s>' in a problem"):
         check_texts(tokenizer_with(), "1+1=2</s>", own("2+2</s>"))
 
 
