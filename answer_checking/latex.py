@@ -6,8 +6,8 @@ the model would discover and exploit. So only common, unambiguous notation is re
 
 An answer passes through SIGNS, and then through the rows of REWRITES from top to
 bottom. A row is `pattern -> replacement`; the # comment above it lists inputs that it
-handles, and section headings are right-aligned. While the rows run, a space is written
-as ~ so that it is visible in the patterns.
+handles, and section headings are far to the right. While the rows run, a space is
+written as ~ so that it is visible in the patterns.
 """
 
 import functools
@@ -30,7 +30,7 @@ SIGNS = r"""
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# Names for patterns. The rows of REWRITES and later names use them.
+# Names for patterns. The rows of REWRITES use them, and so do patterns above them.
 # Space and line breaks in a pattern are ignored. What a name stands for:
 #   PART       what is between two = of one line
 #   MACRO      a command in a PART, but not words that separate two answers, as in
@@ -50,6 +50,7 @@ SIGNS = r"""
 #   CLOSE      what follows the letter of a basis vector
 #   UNIT       a unit after a number, with the bracket, dot and power that follow it
 #   SIGN       what a unit is made of
+#   POWER      the power of a unit, as in cm^{2} and s^{-1}
 #   NONE       words that are not a unit, as they change the number or its meaning: 18
 #              million is not 18, and an increase is not a decrease
 #   MONTH      months
@@ -283,7 +284,7 @@ FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
 (?<=[.\d])\\(?:bar|overline|dot)~*(?:\{(\d+)\}|(\d)) -> \\overline{\1\2}
 (?<=\.)\((\d+)\) -> \\overline{\1}
 (\d*)\.(\d*)\\overline\{(\d+)\} -> (0\1.\g<2>0+\\frac{0.\2⟨\3}{0.\3⟩})
-# and the digits before ⟨ become 0, and those before ⟩ become 9
+# In the result of the row above, digits before ⟨ become 0, and those before ⟩ become 9.
 \d(?=\d*⟨) -> 0
 \d(?=\d*⟩) -> 9
 [⟨⟩] ->
