@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ENGINES, NONE_COMPLETE, SOME_COMPLETE, refusal_of
+from conftest import ENGINES, NONE_COMPLETE, ROOT, SOME_COMPLETE, refusal_of
 from launch import read_metrics, run_command
 from test_eval import evaluate_here
 
@@ -431,6 +431,14 @@ def test_a_run_leaves_the_files_that_it_promises(run):
         assert min(row[f"{phase}_seconds"] for phase in PHASES) > 0
         assert 0.5 < row["peak_memory_gb"] < 50
     assert not (run.out / "checkpoints").exists()  # without --save_every
+
+
+def test_the_committed_runs_have_the_metrics_that_a_run_writes_today(run):
+    # A line before training, of a step, and of a step with an evaluation.
+    names = {frozenset(row) for row in run.metrics}
+    for name in "make_train", "smollm2_recipe":
+        rows = read_metrics(ROOT / "study/results" / name)
+        assert {frozenset(row) for row in rows} == names
 
 
 def test_eval_and_train_take_a_run_as_a_model_with_the_accuracy_that_it_logged(
