@@ -1,6 +1,6 @@
 """P3O end to end: sample with vLLM, reward, update the policy, sync the weights.
 
-    python train.py                          # the tiny policy, on two CPU cores
+    python train.py                          # the embedded policy, on two CPU cores
     torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
 
 `main` is the loop, and `update` makes one optimizer step. The flags are the fields of

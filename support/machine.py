@@ -101,7 +101,7 @@ def has_fast_bfloat16() -> bool:
     """Return whether this machine has instructions for bfloat16.
 
     A GPU has them from compute capability 8.0 on; a T4 or V100 does not. A CPU that has
-    them (AVX-512 BF16, which every CPU with AMX has) samples the policy in tiny/ in 0.8
+    them (AVX-512 BF16, which every CPU with AMX has) samples the embedded policy in 0.8
     of the time that float32 takes. On any other CPU bfloat16 takes two to four times as
     long as float32, and fp8 took 20 times as long.
     """
