@@ -23,8 +23,8 @@ CHUNK = 1024  # response tokens whose logits exist at the same time
 # check_sync accepts a mean |log pi_theta - log pi_b| of at most this many nats per
 # token. Without fp8 we measured 7e-6 in float32, 0.004 in float16 and 0.03 in bfloat16.
 # With fp8 we measured 0.2 for SmolLM2-135M, both on sums and on formulas, 0.22 for a
-# model of 1.5 billion random weights, and less for the one in tiny/. For comparison,
-# one update of the latter changes log pi_theta by about 0.001, and a layer
+# model of 1.5 billion random weights, and less for the embedded policy (tiny/). For
+# comparison, one update of that policy changes log pi_theta by about 0.001, and a layer
 # that was not synced changes log pi_b by several nats.
 SYNC_LIMITS = {
     torch.float32: 1e-4,
