@@ -1,8 +1,9 @@
 """Keeps a run's folder: its configuration, its checkpoints and the final model.
 
 A checkpoint is a folder. It holds the shards of weights and moments that
-torch.distributed.checkpoint writes and, for each rank, the step's metrics, the rollouts
-that no step has used yet, and the rows of metrics.jsonl and samples.jsonl.
+torch.distributed.checkpoint writes and, for each rank, the step's metrics and the
+rollouts that no step has used yet. Rank 0 adds the rows of metrics.jsonl and
+samples.jsonl.
 
 No random state is saved because none is needed: the order of the problems and the
 sampling noise are pure functions of (seed, step), and nothing else is random.
@@ -216,7 +217,7 @@ def save_checkpoint(
     step: int,
     policy: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    queue: Iterable[Any],
+    queue: Iterable,
     metrics: dict[str, Any],
 ) -> None:
     """Write checkpoints/step-N, then delete all but the newest ones. A collective.
@@ -229,13 +230,14 @@ def save_checkpoint(
     weights, moments = get_state_dict(policy, optimizer)
     state = {"model_state_dict": weights, "optim_state_dict": moments}
     with publish(out / "checkpoints" / f"step-{step:06d}") as folder:
-        # Once this collective returns, rank 0 has written the samples of this step.
         dcp.save(state, checkpoint_id=folder)
         own = {
             "metrics": metrics,
-            "queue": [vars(batch) for batch in queue],
+            "queue": list(map(vars, queue)),
             "rows": {
-                name: (out / name).read_text(errors="replace") for name in ROW_FILES
+                name: (out / name).read_text(errors="replace")
+                for name in ROW_FILES
+                if rank == 0
             },
         }
         torch.save(own, folder / f"rank-{rank}.pt")
@@ -250,8 +252,8 @@ def load_checkpoint(
 ) -> tuple[int, dict, list[dict], dict[str, str]]:
     """Restore policy and optimizer from the newest complete checkpoint.
 
-    Returns its step, its metrics, the fields of its unused rollouts, and the rows
-    that metrics.jsonl and samples.jsonl had when it was saved. A run that is
+    Returns its step, its metrics, the fields of its unused rollouts, and, on rank 0,
+    the rows that metrics.jsonl and samples.jsonl had when it was saved. A run that is
     resumed at lag 4 continues with the batches that it had sampled ahead. Without a
     checkpoint, the step is 0, and there are no rollouts and rows. Raises Refused if the
     checkpoint cannot be read. A collective.
