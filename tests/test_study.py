@@ -372,13 +372,12 @@ def test_the_front_page_describes_the_figure_of_make_compare():
     (end,) = {f"{runs.last(run, 'heldout_pass@1'):.2f}" for run in (p3o, grpo)}
     # Until step 16 the data are less than 16 steps old.
     e_b = mean(value for step, value in runs.series(p3o, "ess") if step > 16)
-    kl, _ = lead("p3o, no KL", "lag 16")
-    cap, half = lead("p3o, no cap", "lag 16")
+    kl, kl_half = lead("p3o, no KL", "lag 16")
+    cap, cap_half = lead("p3o, no cap", "lag 16")
     sentences = f"""REINFORCE forgets the task from step {step} on. P3O and GRPO reach
-        {end}. P3O's e_B is near {e_b:.2f}, so its KL, which pulls the policy toward
-        the engine's distribution, has weight {1 - e_b:.2f}. Yet in the study, accuracy
-        falls by {kl:.2f} without the KL and by {cap:.2f} ± {half:.2f} without the ratio
-        cap."""
+        {end}. P3O's e_B is near {e_b:.2f}, so its KL has weight {1 - e_b:.2f}. Yet in
+        the study, accuracy falls by {kl:.2f} ± {kl_half:.2f} without the KL and by
+        {cap:.2f} ± {cap_half:.2f} without the cap (95% intervals)."""
     assert says(FRONT, sentences)
 
 
@@ -419,7 +418,7 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     (behind,) = {f"{-greedy[row]:.2f}" for row in ("lag 16", "16 updates")}
     sentences = f"""**P3O leads GRPO clearly only in sampled accuracy**, at temperature
         1.6 and on old data. In greedy accuracy it leads by at most 0.02, and GRPO by
-        {behind} (unrounded) on old and reused data."""
+        {behind} (before rounding) on old and reused data."""
     assert says(FRONT, sentences)
     *first, (old, half), _ = (lead(CONSTANT, name) for name in FRONT_ROWS)
     assert all(abs(middle) < 0.02 for middle, _ in first) and old < -half
