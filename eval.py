@@ -5,11 +5,14 @@
         --max_response_tokens 4096 --kv_cache_gb 8
 
 pass@k is the probability that at least one of k samples is correct (has reward 1). From
-n >= k samples, of which c are correct, it is estimated without bias by 1 - C(n - c, k)
-/ C(n, k) (arXiv 2107.03374, equation 1). The script writes out_dir/{config.json,
-results.json, samples.jsonl}. In float32, the default on a CPU, the counts do not depend
-on the number of ranks. In bfloat16 they may, because rounding then depends on
-the batch size and changes individual tokens.
+n >= k samples, of which c are correct, it is estimated without bias (arXiv 2107.03374,
+equation 1) by
+
+    1 - C(n - c, k) / C(n, k)
+
+The script writes out_dir/{config.json, results.json, samples.jsonl}. In float32, the
+default on a CPU, the counts do not depend on the number of ranks. In bfloat16 they may,
+because rounding then depends on the batch size and changes individual tokens.
 """
 
 from support.command import run_script

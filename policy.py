@@ -1,6 +1,6 @@
-"""The policy pi_theta: the trainer's side of the ratio (7), and how it is sharded.
+"""The policy pi_theta: the trainer's side of the ratio rho, and how it is sharded.
 
-`Policy` is the forward pass and `build_policy` puts it under FSDP2. `sync` copies its
+`Policy` is the forward pass, and `build_policy` puts it under FSDP2. `sync` copies its
 weights into the rollout engine and checks that they have arrived.
 """
 
@@ -107,7 +107,7 @@ class Policy(torch.nn.Module):
 
 
 def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
-    """Find the S tokens whose hidden states are computed, among `tokens`, [N, L].
+    """Find the S tokens of `tokens`, [N, L], whose hidden states have to be computed.
 
     The hidden state of a token depends only on the tokens up to it. If the row above
     begins with the same tokens, the state is not computed again. Responses to the same
@@ -139,8 +139,8 @@ def attend_in_rows(
     function. The result is [1, S, H, D].
     """
     index, computed = module.layout  # see distinct_tokens
-    # Unlike indexing, `embedding` sums the gradient in the same order in every run, and
-    # on a GPU in float32.
+    # We use `embedding` instead of indexing because of its gradient, which is summed in
+    # the same order in every run and, on a GPU, in float32.
     rows = [
         embedding(index, state[0].transpose(0, 1).flatten(1))  # [N, L, H * D]
         .unflatten(2, state.shape[1::2])
@@ -193,7 +193,7 @@ def build_policy(
         language_model.gradient_checkpointing_enable()
     if mesh.device_type == "cuda" and dtype == "float32":
         # In float32, torch can handle heads that share keys only by keeping all scores,
-        # [N, H, L, L]. So transformers repeats keys and values instead.
+        # [N, H, L, L]. So we let transformers repeat keys and values instead.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature)
     policy.dtype = getattr(torch, dtype)
@@ -260,7 +260,7 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     # use outdated weights. In train.update the backward pass shards it again.
     policy.reshard()
     distance = (logp - samples.logp_behavior).abs()[samples.mask].mean()
-    # A maximum over ranks may ignore NaN.
+    # A maximum over ranks may ignore NaN, so NaN is replaced by infinity.
     distance.nan_to_num_(nan=torch.inf)
     dist.all_reduce(distance, dist.ReduceOp.MAX)
     precisions = {policy.dtype, engine.dtype, engine.quantization}

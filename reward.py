@@ -2,14 +2,15 @@ r"""Decides whether an answer is correct.
 
 A response is judged in three steps:
 
-    1. Where is its final answer?    after </think>: the last box, #### or word
+    1. Where is its final answer?    after </think>: in the last \boxed{} or else after
+                                     the last ####; or it is the last word
     2. What does the answer mean?    a word, a number, or a formula in LaTeX
     3. Is it the gold answer?        the same word, number or formula
 
 recipes/README.md lists the decisions made in each step.
 
 Responses are untrusted text to compare, never code to run. Comparing words and numbers
-is safe. Comparing formulas may never end, as with 98^{97^{96}}, so
+is safe. Comparing formulas may never end, for example if one is 98^{97^{96}}, so
 answer_checking/judge.py compares them in processes with a limit on time and memory. An
 answer that exceeds a limit counts as wrong.
 """
@@ -33,7 +34,8 @@ def same_words(responses: list[str], golds: list[str]) -> list[bool]:
 
 def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
     """Return, for each response, whether its final answer is the gold number."""
-    around = r"^(?:[a-zA-Z\\{}_ ]*=)?[][(){}\\#]*|[][(){}\\]+$"  # x = 18, \{18\}, [18]
+    # What may stand around a number, as in x = 18, \{18\} and [18].
+    around = r"^(?:[a-zA-Z\\{}_ ]*=)?[][(){}\\#]*|[][(){}\\]+$"
     answers = [latex_of(final_answer(without_thoughts(text))) for text in responses]
     numbers = [number_of(re.sub(around, "", answer)) for answer in answers]
     pairs = zip(numbers, golds, strict=True)
@@ -95,15 +97,16 @@ def compute_rewards(
     return checked_score(turns, dataset.golds(indices, samples), dataset.verifier)
 
 
-# Matches the first two parameters of a function that does not take responses and golds.
+# Matches the names of the first two parameters of a function that does not take
+# responses and then golds.
 OTHER_PARAMETERS = re.compile(
     r"""(?x)
     # prompts or golds come first, as in (prompts, completions), (doc, results) and
     # (y_true, y_pred)
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
-    # responses come second and not first, as in (args, sample), but not as in
-    # (texts, expected_outputs)
+    # responses come second and not first, as in (args, sample); (texts,
+    # expected_outputs) does not match, because its second parameter is golds
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)
         \w*(?:completion|response|output|pred|sample|prompt)"""

@@ -1,6 +1,6 @@
 """Rollouts: responses that a vLLM engine samples, and log pi_b of their tokens.
 
-The behavior policy pi_b of (7) and (12) is the distribution that vLLM really drew from:
+The behavior policy pi_b (see loss.py) is the distribution that vLLM really drew from:
 after temperature, top-p and top-k, in the engine's precision. The engine runs inside
 the trainer's process, with the same code on CPU and CUDA.
 """
@@ -36,7 +36,7 @@ class Rollouts:
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of top_tokens, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without its end of sequence
-    weight_version: str  # the step after which the engine got the weights it used
+    weight_version: str  # names the weights that sampled these; "7" is after step 7
     gold: list[str] | None = None  # [N] the gold answer
     reward: torch.Tensor | None = None  # [N]
     advantage: torch.Tensor | None = None  # [N, T], equal on all tokens of a response
@@ -192,7 +192,8 @@ class Engine:
             # Drop the message queue that vLLM makes for these ranks: it is not used.
             distributed.get_tp_group().mq_broadcaster = None
         self.tokenizer = load_tokenizer(model)
-        # A base model with a chat template may not stop at the end of its turn.
+        # Without these stop tokens, a base model with a chat template may continue
+        # after the end of its turn.
         self.turn_end_tokens = turn_end_tokens(self.tokenizer)
 
     def sample(

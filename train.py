@@ -66,7 +66,9 @@ from support.models import check_model
 from support.tasks import Dataset, check_same_on_ranks, load_split
 
 SYNC_CHECK_EVERY = 5  # steps
-MAX_ACTIVATIONS = 2**30  # numbers, on a CPU: 4 GB in float32
+# On a CPU a micro-batch keeps at most this many numbers for its backward pass: 4 GB in
+# float32.
+MAX_ACTIVATIONS = 2**30
 
 
 def main() -> None:
@@ -128,8 +130,8 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on the batch B and return its statistics.
 
-    B consists of these `rows` of the rollouts of each rank. `objective` is loss.p3o or
-    the function that --objective names. e_B and the gradient are those of the whole B,
+    B consists of these `rows` of every rank's rollouts. `objective` is loss.p3o or the
+    function that --objective names. e_B and the gradient are those of the whole B,
     however it is divided among ranks and micro-batches. Raises FloatingPointError, on
     all ranks, if e_B or the gradient is not finite. A collective.
     """
@@ -196,7 +198,8 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     groups = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problem_indices(cfg.seed, len(train.prompts), groups)
-    # Evaluations use seed 0 for their noise, so the rollouts use 1 or more.
+    # Evaluations use seed 0 for their noise, and rollouts 1 or more, so that the two do
+    # not share noise.
     seeds = [noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -260,7 +263,8 @@ class Run:
         mesh = init_distributed()
         check_same_on_ranks(cfg, self.train, self.heldout)
         self.out = make_out_dir(cfg)
-        # The policy is built first, because vLLM changes classes of transformers.
+        # The policy is built before the engines, because vLLM changes classes of
+        # transformers.
         self.policy = build_policy(
             cfg.model,
             mesh,
@@ -273,7 +277,7 @@ class Run:
             # Policy multiplies the hidden states by the head in float32. TF32 is
             # precise enough for this: it represents both factors exactly, as they have
             # bfloat16 values, and rounds only the gradient of the logits, to 11 bits.
-            # The setting is global and vLLM resets it, so the engines are built first.
+            # The setting is global and vLLM resets it, so the engines are built before.
             torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
             self.policy.parameters(),
@@ -399,10 +403,11 @@ def micro_batches(
     Only a micro-batch of a single response may have more tokens. FSDP needs all ranks
     in every forward pass, so all ranks need equally many micro-batches. Config ensures
     that they have equally many rows, and the longest sequence of all ranks determines
-    how many responses a micro-batch has. Responses are grouped by the power of two
-    below their length, which limits the padding. Within a micro-batch they keep their
-    order. So most responses to the same prompt are neighbors, and the policy computes
-    the prompt only once for them (see policy.distinct_tokens). A collective.
+    how many responses a micro-batch has. Sequences (a prompt and its response) are
+    grouped by the power of two below their length, which limits the padding. Within a
+    micro-batch they keep their order. So most responses to the same prompt are
+    neighbors, and the policy computes the prompt only once for them (see
+    policy.distinct_tokens). A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
     longest_sequence = length[rows].max()
@@ -415,7 +420,7 @@ def micro_batches(
 
 
 def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
-    """Return cfg.micro_batch_tokens, lowered on a CPU if activations are too large.
+    """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
     backward pass. On a CPU smaller micro-batches are as fast, except that all but the

@@ -21,8 +21,8 @@ from pydantic import (
 from support.command import Flags, Refused
 
 # Fields that a resumed run may change because they do not affect what it learns. The
-# field steps is not one of them: with a lag, the last steps sample no batches, so a
-# longer run would have sampled more.
+# field steps has a rule of its own (see check_out_dir): with a lag, the last steps
+# sample no batches, so a longer run would have sampled more.
 NEUTRAL_FIELDS = {
     "out_dir",
     "eval_every",
@@ -89,7 +89,7 @@ class Config(SharedConfig):
     objective: str = "p3o"
     """p3o, reinforce, grpo, or module:name, such as tools.objectives:dapo"""
     objective_args: dict[str, NumberOrText] = {}
-    """a hyper-parameter of the objective, name=value; may be given several times"""
+    """a hyper-parameter of the objective, name=value; repeat the flag for each"""
     scale_advantage: bool = True
     """divide the advantage by the standard deviation of its group"""
 
@@ -115,12 +115,12 @@ class Config(SharedConfig):
     top_logprobs: PositiveInt = 20
     """K: the KL is over the K most likely tokens of pi_b and a bucket of all others"""
     rollout_quantization: Literal["none", "fp8_per_channel"] = "none"
-    """how the engine's linear layers compute while it samples rollouts; fp8 is slow on
-    a CPU without instructions for bfloat16"""
+    """how the engine's linear layers compute while it samples rollouts; none: in
+    rollout_dtype; fp8 is slow on a CPU without instructions for bfloat16"""
     lag: NonNegativeInt = 0
     """steps between the sampling of a batch and its use; fewer for the first batches"""
     max_prompt_tokens: NonNegativeInt = 0
-    """drop longer prompts; 0: refuse a prompt that does not fit"""
+    """drop prompts with more tokens than this; 0: refuse a prompt that does not fit"""
 
     # The update
     policy_temperature: Temperature = 1.0
@@ -140,12 +140,12 @@ class Config(SharedConfig):
     (compute capability 8.0 or higher), else float32"""
     rollout_dtype: EngineDtype = "auto"
     """the dtype in which the engine computes; auto: bfloat16 if the machine is fast at
-    it, else float16 on a GPU and float32 on a CPU; fp8 needs bfloat16 or float16;
-    float16 is closer to float32, but weights and activations above 65504 overflow;
-    bfloat16 is slow on a CPU without instructions for it"""
+    it or rollouts are in fp8, else float16 on a GPU and float32 on a CPU; fp8 needs
+    bfloat16 or float16; float16 is closer to float32, but weights and activations above
+    65504 overflow; bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
-    """tokens in a forward pass, including padding: sets the memory, not the result;
-    lowered on a CPU if their activations would take over 4 GB in float32"""
+    """the most tokens in a forward pass, including padding; affects the memory, not the
+    result; lowered on a CPU if the activations would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 
