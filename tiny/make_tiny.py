@@ -1,20 +1,20 @@
-"""Makes the embedded default: a small task, and a small policy that prefers to err.
+"""Makes the embedded task, and the embedded policy, which prefers to err.
 
     python tiny/make_tiny.py    # takes 10 minutes on one core, and less on two
 
-This rewrites the problems and the model in this folder. The task is the sum of two
-numbers of three or four digits. It is worked column by column from the right, and from
-the second column on the third term is the carry of the column before:
+This rewrites the problems and the model in this folder. The task is to add two numbers
+of three or four digits. A solution works column by column from the right. Each column
+after the first has three terms: two digits, and the carry of the column before:
 
     prompt    478+806
     right     8+6=14;0+7+1=8,4+8+0=12. 1284
     wrong     8+6=14;0+7+0=7,4+8+0=12. 1274
 
 The policy is a Llama of 0.64M parameters. It is pretrained by maximum likelihood on
-solutions that are worked in one of two ways. The more frequent one forgets all carries
-and writes each as 0. So the policy can carry, but it prefers not to, and greedy
-decoding is wrong whenever a carry is due. A reward has to teach it to carry. README.md
-in this folder says what the policy can do before training.
+solutions of two kinds. The more frequent kind forgets all carries: it writes each of
+them as 0. So the policy can carry, but it prefers not to, and greedy decoding is wrong
+whenever a carry is due. A reward has to teach the policy to carry. README.md in this
+folder says what the policy can do before training.
 """
 
 import json
@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent
 SEED = 0
-FORGET_PROBABILITY = 0.7  # An example so often forgets all of its carries.
+FORGET_PROBABILITY = 0.7  # the share of examples that forget all carries
 TRAIN_PROBLEMS = 4096
 HELDOUT_PROBLEMS = 512
 STEPS = 1500
@@ -48,16 +48,17 @@ def sample_problem(rng: random.Random) -> tuple[int, int]:
 
 
 def worked_solution(a: int, b: int, rng: random.Random, forgets: bool) -> str:
-    """Return one of the ways to write the sum out, with its carries or without.
+    """Return a random solution of the sum. If it `forgets`, each carry is written as 0.
 
-    The order of the digits in a column, the separator and the space after it are free,
-    and some choices are rarer than others. They do not decide whether the answer is
-    right. So the policy keeps an entropy that the reward does not remove, as in natural
-    language, and a mismatch between engine and trainer shows even in right answers.
+    The order of the digits in a column, the separator and the space after it are drawn
+    at random, and some choices are rarer than others. These choices do not affect the
+    answer. So the policy keeps an entropy that the reward does not remove, as in
+    natural language, and a mismatch between engine and trainer shows even in right
+    answers.
 
     The carry is always written, even if it is 0. If a forgotten carry could also be
-    left out, the wrong way would be split over two spellings. Each could then be less
-    probable than the right way, and greedy decoding would be right from the start.
+    left out, a wrong solution could be written in two ways. Each could then be less
+    probable than the right solution, and greedy decoding would be right from the start.
     """
     columns = list(zip(reversed(str(a)), reversed(str(b)), strict=True))
     text = ""
@@ -112,7 +113,7 @@ def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def write_task(train: list[dict[str, str]], heldout: list[dict[str, str]]) -> None:
-    """Write the problems as JSONL, and the verifier that compares the last word."""
+    """Write the problems as JSONL, and a task.json that sets the verifier exact."""
     for name, rows in [("train", train), ("heldout", heldout)]:
         lines = [json.dumps(row) + "\n" for row in rows]
         (FOLDER / f"{name}.jsonl").write_text("".join(lines))
@@ -123,9 +124,10 @@ def write_task(train: list[dict[str, str]], heldout: list[dict[str, str]]) -> No
 def make_batch(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded: set[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels [B, L] of fresh examples, with no excluded problem.
+    """Return token ids and labels, [B, L] each, of new examples.
 
-    Only the solution and its end of sequence have labels. The prompt has none.
+    No example has an excluded problem. Only the tokens of a solution and of its end of
+    sequence have labels; those of the prompt have none.
     """
     examples = []
     while len(examples) < BATCH_SIZE:
@@ -154,7 +156,7 @@ def make_batch(
 def make_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return a Llama with random weights.
 
-    Its heads have size 128 / 4 = 32, one that vLLM's attention supports on a CPU.
+    Its heads have size 128 / 4 = 32, which vLLM's attention supports on a CPU.
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -175,7 +177,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def pretrain(
     policy: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, excluded: set[str]
 ) -> None:
-    """Train the policy by maximum likelihood on STEPS batches of fresh examples."""
+    """Train the policy by maximum likelihood on STEPS batches of new examples."""
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
     )
