@@ -2,10 +2,11 @@
 
     python assignment/variant.py 2027 ../variant
 
-writes a copy of the repository in which e_B, the cap or the KL's weight is raised to
-another power: in loss.py, in the reference's derivations, and in the handout, which
-says so. The copy's grader takes the expected values from these files, so the public
-solution loses the items of that part. The number decides the part and the power.
+writes a copy of the repository in which e_B is raised to a power in (11), in the cap or
+in the weight of the KL. The copy's loss.py, its reference's derivations and its handout
+have the change, and the handout announces it. The copy's grader takes the expected
+values from these files, so the public solution loses the items of the changed part. The
+number determines the part and the power.
 """
 
 import argparse

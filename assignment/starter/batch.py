@@ -1,9 +1,9 @@
 """Part 3: one optimizer step on a batch that no process sees as a whole.
 
 The batch B is divided among ranks, and the share of each rank into micro-batches.
-toy.py has the policy, and ranks on which you can try `update`. Use the functions of
-your loss.py, and nothing else from it: the grader replaces it with the reference's
-loss.py, so that a mistake there costs nothing here.
+toy.py has the policy, and ranks on which you can try `update`. From your loss.py, use
+only the functions that are imported below: the grader replaces the file with the
+reference's, so that a mistake in yours costs no points in this part.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def update(
     fewer. policy(part) returns log pi_theta of the sampled tokens, [N, T], and of the K
     tokens of the KL, [N, T, K]. all_reduce(tensor) returns the sum of the tensors that
     the world_size ranks gave it; all ranks have to call it equally often. After
-    `update` the gradients of the ranks are averaged, as FSDP and DDP do. The average of
+    `update` the gradients of the ranks are averaged, as in FSDP and DDP. The average of
     what the ranks have added has to be the gradient of (12). If e_B is NaN, return it:
     the trainer then stops and uses no gradient.
 

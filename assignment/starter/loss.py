@@ -15,10 +15,10 @@ from torch import Tensor
 def group_advantage(reward: Tensor, scale: bool = True) -> Tensor:
     """Return the advantage (3) of each of the G responses to the same prompt.
 
-    reward is [P, G] for P prompts, and so is the result. Without `scale` it is the
-    reward minus its group's mean. With `scale` this is divided by the group's sample
-    standard deviation (over G - 1) plus 1e-6. Equal rewards have an advantage of
-    exactly 0. G is at least 2, because a single reward has no deviation.
+    reward is [P, G] for P prompts, and so is the result. Without `scale` the result is
+    the reward minus its group's mean. With `scale` this difference is divided by the
+    group's sample standard deviation (over G - 1) plus 1e-6. Equal rewards have an
+    advantage of exactly 0. G is at least 2, because a single reward has no deviation.
     """
     raise NotImplementedError("part 1, the advantage, is not written yet")
 
@@ -27,8 +27,9 @@ def ratio_sums(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Return the number of tokens, the sum of rho, and the sum of rho^2.
 
     The result is a float64 tensor [3] without a gradient. log_ratio is log rho, [N, T].
-    The mask (bool, [N, T]) is True for tokens; all other entries may hold anything,
-    even NaN. The result is right even for a float32 |log rho| of 80 nats.
+    The mask (bool, [N, T]) is True for tokens. All other entries of log_ratio may hold
+    anything, even NaN. The result has to be right even if log_ratio is float32 and
+    |log rho| is 80 nats.
     """
     raise NotImplementedError("part 1, the sums of the ratios, is not written yet")
 

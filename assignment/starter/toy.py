@@ -59,8 +59,8 @@ def run_rank(
 ) -> list[Any]:
     """Run `update` on one rank, and return [e_B, the rank's gradient, its passes].
 
-    totals has what all_reduce returns, one tensor for each call. If `update` calls it
-    once more than that, return [the tensor that it was called with].
+    totals has what all_reduce returns, one tensor for each call. If `update` calls
+    all_reduce once more, return [the tensor that all_reduce was called with].
     """
     known = iter(totals)
 
@@ -110,7 +110,7 @@ def run_ranks(
 def random_ranks(
     sizes: list[list[int]], weight: Tensor, seed: int = 0, staleness: float = 0.2
 ) -> list[list[Part]]:
-    """Draw the micro-batches of each rank; sizes has their numbers of responses.
+    """Draw the micro-batches of each rank; sizes has each one's number of responses.
 
     The logits of pi_b are those of the policy with this weight, [FEATURES, VOCABULARY],
     plus noise. The first response is fresh: its noise is 0. The standard deviation of
