@@ -5,15 +5,15 @@
     python assignment/grade.py --solution
     python assignment/grade.py --all FOLDER --out runs/grades
 
-The report on one submission ends with "points: X of Y". With --all, each submission has
-one line. With --out, that folder gets grades.csv and, for each submission, its report
-as NUMBER-NAME.txt. Both are written as soon as a submission is graded.
+The report on one submission ends with "points: X of Y". With --out OUT, it is also
+written to OUT/NAME.txt. With --all, one line is printed for each submission, and OUT
+gets grades.csv and each report as NUMBER-NAME.txt, as soon as a submission is graded.
 
 A student's code runs in processes of its own (runner.py, sandbox.py), and its answers
-are compared here (items.py), so code that reads the grader's memory or files finds no
-expected value. The limit is on computing time, not on elapsed time, so points do not
-depend on how busy the machine is. In messages, text in double quotes comes from the
-student's code.
+are compared here (items.py), so the memory of those processes, and the files that they
+can read, hold no expected value. The limit is on CPU time, not on elapsed time, so
+points do not depend on how busy the machine is. In messages, text in double quotes
+comes from the student's code.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Result(NamedTuple):
     most: int
     sentence: str  # the first thing that is wrong; empty if nothing is
     graded: bool = True  # False if the machine failed and not the code
-    printed: str = ""  # by the code
+    printed: str = ""  # what the code printed
 
 
 class Outcome(NamedTuple):
@@ -119,7 +119,7 @@ class Runner:
         """Make these calls to an item's function in one process.
 
         Answers and printed text come in files. If they passed through the runner, the
-        next student's code could find them in its memory.
+        next student's code could find them in the runner's memory.
         """
         with tempfile.TemporaryDirectory() as private:
             answers, printed = Path(private, "answers"), Path(private, "printed")
@@ -154,7 +154,8 @@ class Runner:
         """Make these calls to run_ranks, with each rank in a process of its own.
 
         No rank can see the others' micro-batches. The reference's loss.py is in the
-        folder, so unless the code is trusted, none of its text is shown.
+        folder. So that a student cannot read it, no text that comes from untrusted code
+        is shown.
         """
         outcome = Outcome([], "", 0.0, "")
         answers: list[dict[str, Any]] = []
@@ -171,7 +172,7 @@ class Runner:
         try:
             for call in calls:
                 answers.append({"value": run_ranks(None, *call, run), "gradients": []})
-        except Exception as error:  # Whatever the answer was, it has no right form.
+        except Exception as error:  # The answers may have any form.
             if not outcome.answers:
                 return outcome
             answers.append(outcome.answers[0] | {"wrong": f"{error}"})
@@ -191,7 +192,7 @@ def without_text(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_answers(written: bytes) -> list[dict[str, Any]]:
-    """Return the answers that a student's process wrote; none if they have no form."""
+    """Return the answers that a student's process wrote; [] if they are malformed."""
     try:
         answers = json.loads(written)
     except (ValueError, RecursionError):
@@ -229,7 +230,7 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
         ENDED_RUNNER: "ended the process that runs it: grade it again",
     }
     if outcome.cpu_seconds >= CPU_SECONDS and not runner.trusted:
-        sentence = f"took more than {CPU_SECONDS} s of computing"
+        sentence = f"took more than {CPU_SECONDS} s of CPU time"
     elif ending in machine and not runner.trusted:
         return not_graded(item, f"{item.file} {machine[ending]}")
     elif ending.startswith("could not be enclosed"):
@@ -248,7 +249,10 @@ def judged(lost: Result, sentence: str) -> Result:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Return its folders and links to folders, but not those that a system creates."""
+    """Return the folders, and links to folders, in a folder.
+
+    Those that an operating system creates, such as __MACOSX, are left out.
+    """
     return [
         path
         for path in sorted(folder.iterdir())
@@ -257,7 +261,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def innermost(source: Path) -> Path:
-    """Return the folder with the files, which an archive may have put into another."""
+    """Return the folder that has the files; an archive may have added outer folders."""
     if source.is_symlink():
         raise ValueError(f"{source.name} is a link")
     inside = folders_in(source)
@@ -309,7 +313,7 @@ def grade_each(
             return
         for item in items:
             if item.file == "batch.py":
-                # A mistake in the student's loss.py has already cost its points.
+                # The mistakes in the student's loss.py have already cost points.
                 shutil.copyfile(ROOT / "loss.py", scratch / "loss.py")
             try:
                 result = grade_item(runner, item, scratch, seed)
@@ -377,7 +381,7 @@ def csv_row(name: str, results: list[Result]) -> list[Any]:
 def grade_all(
     runner: Runner, folders: list[Path], items: list[Item], seed: int, out: Path | None
 ) -> None:
-    """Grade many submissions, and print and write the results of each at once."""
+    """Grade many submissions; print and write the results as soon as one is graded."""
     lost: Counter[str] = Counter()
     names = [item.name for item in items]
     rows = [["submission", "points", *names, "first sentence"]]
@@ -393,7 +397,7 @@ def grade_all(
             with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(rows)
     counts = ", ".join(f"{item} ({count})" for item, count in lost.most_common())
-    print(f"{len(folders)} submissions, --seed {seed}; how many lost each: {counts}")
+    print(f"{len(folders)} submissions, --seed {seed}; failures by item: {counts}")
 
 
 def write_report(out: Path, name: str, results: list[Result], seed: int) -> None:
@@ -402,7 +406,7 @@ def write_report(out: Path, name: str, results: list[Result], seed: int) -> None
 
 
 def has_to_become_nobody(private: Iterable[Path]) -> bool:
-    """Whether students' code has to run as another user because this one is root.
+    """Return whether this user is root, so that students' code must run as another.
 
     `private` are folders that the code must not read. Exits with the reason if the code
     cannot be enclosed on this machine.
@@ -429,7 +433,7 @@ def main() -> None:
         "--trust", action="store_true", help="run your own code without enclosure"
     )
     args = parser.parse_args()
-    # A student's name may have letters that this terminal lacks.
+    # A student's name may have letters that this terminal cannot show.
     sys.stdout.reconfigure(errors="replace")
     folder = SOLUTION if args.solution else args.all or args.folder
     if folder is None or not folder.is_dir():

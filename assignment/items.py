@@ -1,9 +1,9 @@
 """The items of the assignment: what a student's code is asked, and what is right.
 
 An item calls one of the student's functions in another process (runner.py), with inputs
-that are drawn anew in each run. The value, or its gradient to the inputs that require
-one, is compared with that of the reference for the same inputs. If a known mistake
-(mistakes.py) explains all answers, the message names it.
+that are drawn anew in each run. The value, or its gradient with respect to the inputs
+that require a gradient, is compared with that of the reference for the same inputs. If
+a known mistake (mistakes.py) explains all answers, the message names it.
 """
 
 import math
@@ -22,13 +22,13 @@ FLOAT64 = "float64 tensor"  # the kind of a value; see runner.py
 # The results of toy.run_ranks, in order.
 RESULTS = ("e_B", "gradient", "passes")
 
-# The beginning of a message, which describes the inputs, and the inputs.
+# The inputs in words, with which a message begins, and the inputs themselves.
 Case = tuple[str, list[Any]]
 Cases = Iterator[Case]
 
 
 class Item(NamedTuple):
-    """Something that points are given for."""
+    """A row of the handout's tables, for which points are given."""
 
     name: str  # such as "2.4"
     points: int
@@ -66,7 +66,10 @@ class Draw:
         return policy.log_softmax(dim=-1), behavior.log_softmax(dim=-1)
 
     def ratios(self, e_b: float) -> Tensor:
-        """Draw a log rho of each kind: far below e_B, below, above, 0, above 0."""
+        """Draw the log rho of six ratios.
+
+        They are e^-25, e^-8, one below e_B, one between e_B and 1, 1, and one above 1.
+        """
         below, between = e_b * self.number(0.1, 0.5), self.number(0.3, 0.7)
         between = e_b + between * (1 - e_b)
         above = self.number(0.4, 1.8)
@@ -80,7 +83,7 @@ E_B = ((1e-8, 1e-6), (0.2, 0.4), (0.6, 0.9), (0.91, 0.99))
 
 
 def listed(values: Any) -> str:
-    """Write a few numbers the way a student would."""
+    """Return a few numbers as text, each with up to four significant digits."""
     numbers = torch.as_tensor(values, dtype=F64).flatten().tolist()
     return ", ".join(f"{number:.4g}" for number in numbers)
 
@@ -120,7 +123,7 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
             return f"{sentence}: {item.function} returned {shown}; expected numbers"
         if kind != FLOAT64:
             shown = quoted(kind)
-            return f"{sentence}: {item.function} is a {shown}; expected a {FLOAT64}"
+            return f"{sentence}: {item.function} gave a {shown}; expected a {FLOAT64}"
     if len(found) < len(cases):
         return f"{item.function} gave no answer"
     noun = f"your {item.function}"
@@ -144,8 +147,8 @@ def found_in(item: Item, arguments: list[Any], answer: dict) -> list[Tensor]:
         return [as_tensor(value[RESULTS.index(item.options[0])])]
     gradients = [as_tensor(gradient) for gradient in answer["gradients"]]
     if "logits" in item.options:
-        # The gradients to log pi_theta of two right functions may differ by a multiple
-        # of pi_theta. The gradient to the logits is then the same.
+        # With respect to log pi_theta, the gradients of two right functions may
+        # differ by a multiple of pi_theta. With respect to the logits, they are equal.
         (gradient,) = gradients
         mean = gradient.sum(dim=-1, keepdim=True)
         gradients = [gradient - arguments[0].detach().double().exp() * mean]
@@ -179,7 +182,7 @@ def right_values(
 def first_difference(
     item: Item, found: list[Tensor], right: list[Tensor], tolerance: float
 ) -> str:
-    """Return where two lists of tensors differ, to end a sentence; "" if nowhere."""
+    """Return the end of a sentence that says where two lists differ, or ""."""
     if len(found) != len(right):
         return f"has {len(found)} gradients; expected {len(right)}"
     for index, (one, other) in enumerate(zip(found, right, strict=True)):
@@ -193,7 +196,7 @@ def first_difference(
             entry = tuple((~is_close).nonzero()[0].tolist())
             where = f"at {list(entry)} " if entry else ""
             if "logits" in item.options and index:
-                where = f"in its gradient to the logits {where}"
+                where = f"in its gradient with respect to the logits {where}"
             return f"{where}is {listed(one[entry])}; expected {listed(other[entry])}"
     return ""
 
@@ -269,7 +272,7 @@ def unknown_sums(draw: Draw) -> Cases:
 
 def rewards(draw: Draw) -> Cases:
     reward = draw.uniform(-3, 5, 3, 4)
-    # So close to each other that the 1e-6 of the deviation shows.
+    # So close to each other that the 1e-6 added to the deviation matters.
     near = 0.5 + 1e-5 * draw.uniform(0, 1, 1, 4)
     # The float32 mean of equal numbers often differs from them in the last digit.
     equal = draw.uniform(0.1, 1, 32, 1).float().expand(32, 7).clone()
@@ -278,7 +281,7 @@ def rewards(draw: Draw) -> Cases:
     yield f"for the rewards {listed(reward)}", [reward]
     yield f"with scale=False, for the rewards {listed(reward)}", [reward, False]
     yield f"for the rewards {digits}", [near]
-    yield "for float32 groups of equal rewards, all but one", [equal]
+    yield "for float32 groups of which all but one have equal rewards", [equal]
 
 
 def variations(draw: Draw) -> Cases:
@@ -317,18 +320,18 @@ def policies_in_nats(draw: Draw) -> Cases:
 def lists_of_tokens(draw: Draw) -> Cases:
     for count in (1, 4, 7):
         logp, logp_behavior = [each[..., :count] for each in draw.policies(2, 3, 9)]
-        # Log ratios near 8 and -8; the rest holds what these tokens lose.
+        # Log ratios near 8 and -8; the bucket holds what these tokens lose.
         logp_behavior[0, 0, 0] -= 8
         logp[0, 1, 0] -= 8
         arguments = [logp.requires_grad_(), logp_behavior.requires_grad_()]
-        yield f"over {count} of 9 tokens and the rest", arguments
+        yield f"over {count} of 9 tokens and a bucket", arguments
     small_rest = torch.tensor([[0.6, 0.3995], [0.5, 0.4999]], dtype=F64).log()
     arguments = [each.clone().requires_grad_() for each in small_rest]
-    yield "over two tokens and a rest of 5e-4 and 1e-4", arguments
+    yield "over two tokens and a bucket of 5e-4 (pi_theta) and 1e-4 (pi_b)", arguments
 
 
 def rounded_lists(draw: Draw) -> Cases:
-    sentence = "with all 9 tokens in float32, where the rest is rounding of either sign"
+    sentence = "with all 9 tokens in float32, so the bucket is a rounding error"
     logp, logp_behavior = [each.float() for each in draw.policies(32, 9)]
     yield sentence, [logp.requires_grad_(), logp_behavior]
 
@@ -395,7 +398,7 @@ def several_ranks(draw: Draw) -> Cases:
 
 
 def batches(draw: Draw, *sizes: list[list[int]]) -> Cases:
-    """Draw what toy.run_ranks takes after `update`.
+    """Draw the arguments of toy.run_ranks that follow `update`.
 
     sizes has, for each rank, the number of responses in each of its micro-batches.
     """
@@ -437,13 +440,14 @@ def nothing(draw: Draw) -> Cases:
     yield from ()
 
 
-# For each item its name, its points, the student's file and function, the function that
-# draws the inputs, options and, after the colon, its title. Without options the values
-# are compared, and errors are relative to the largest right value. The options are:
+# A row has the item's name, its points, the student's file and function, the function
+# that draws the inputs, options and, after the colon, the item's title. Without options
+# the values are compared, and errors are relative to the largest right value. The
+# options are:
 #   each      errors are relative to each right value
 #   float64   the value has to be a float64 tensor without a gradient
 #   gradient  only the gradients are compared
-#   logits    the gradient to the logits is compared, too
+#   logits    the gradient with respect to the logits is compared, too
 #   e_B, gradient, passes (of `update`): this result of toy.run_ranks is compared
 TABLE = """
 1.1 4 loss.py ratio_sums stale_batches each: the sums of the ratios
@@ -457,12 +461,12 @@ TABLE = """
 1.9 2 derivations.py ess_of_policies two_policies: e_B and the divergence
 2.1 5 loss.py kl_divergence lists_of_tokens: the KL
 2.2 5 loss.py kl_divergence lists_of_tokens gradient: the gradient of the KL
-2.3 3 loss.py kl_divergence rounded_lists logits: the KL of rounded numbers
+2.3 3 loss.py kl_divergence rounded_lists logits: the KL of rounded probabilities
 2.4 6 loss.py p3o cap_batches each gradient: the cap
 2.5 4 loss.py p3o kl_batches each gradient: the weight of the KL
 2.6 3 loss.py p3o fresh_batch: a fresh batch
 2.7 3 derivations.py token_weight tokens_to_weigh: the weight of a token
-2.8 3 derivations.py kl_gradient policies_in_nats: the KL's gradient to the logits
+2.8 3 derivations.py kl_gradient policies_in_nats: the KL's logit gradient
 2.9 3 derivations.py entropy_bonus temperatures: the KL as an entropy bonus
 3.1 4 batch.py update one_rank e_B: e_B over micro-batches
 3.2 5 batch.py update several_ranks e_B: e_B over ranks

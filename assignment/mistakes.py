@@ -1,7 +1,7 @@
 """Known mistakes: changes of a line or two of the reference, and what each one loses.
 
-If a mistake explains a student's answers, the grader names it. Each mistake is also a
-submission in tests/test_assignment.py, which has to lose its items and no others.
+If a mistake explains a student's answers, the grader names it. A test also submits each
+mistake, which has to lose the items listed with it and no others.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ ROOT = HERE.parent
 class Mistake(NamedTuple):
     """A change of the reference, and what a student who made it is told."""
 
-    said: str  # completes "That is ..."
+    said: str  # completes "That is ...", or is a part of another message
     file: str
     items: str  # the items that it loses
     right: str  # text of the reference
@@ -120,12 +120,12 @@ loss.py: 1.3
 - ess.clamp(max=1.0)
 + ess + 1e-8
 
-the result of adding 1e-8 to the denominator, although e_B has no scale
+the result of adding 1e-8 to the denominator: e_B then depends on the ratios' scale
 loss.py: 1.3 1.5
 - (count * square_sum)
 + (count * square_sum + 1e-8)
 
-its inverse
+1 / e_B, the inverse
 loss.py: 1.3
 - ess.clamp(max=1.0)
 + 1 / ess
@@ -216,7 +216,7 @@ loss.py: 2.1 2.2
 - return listed + rest
 + return (p * log_ratio).sum(dim=-1)
 
-the right one, but logp_behavior gets a gradient too
+the right gradient, but logp_behavior gets one too
 loss.py: 2.2
 - logp_behavior.detach()
 + logp_behavior
@@ -231,7 +231,7 @@ loss.py: 2.3
 - .clamp(min=REST_FLOOR)
 +
 
-the gradient of a negative number's logarithm, which torch.where keeps: clamp first
+a negative bucket's NaN, which torch.where keeps in the gradient: clamp first
 loss.py: 2.3
 - return listed + rest
 + p_rest, b_rest = 1 - p.sum(dim=-1), 1 - b.sum(dim=-1)
@@ -340,7 +340,7 @@ loss.py: 2.5
 - (1 - e_b) * kl
 + (1 - e_b) * kl.detach()
 
-only the capped part
+only min(rho, e_B) A, without the KL's part
 derivations.py: 2.7
 -  - (1 - e_b) * ratio * math.log(ratio)
 +
@@ -355,7 +355,7 @@ derivations.py: 2.7
 - (1 - e_b) * ratio * math.log(ratio)
 + (1 - e_b) * (ratio * math.log(ratio) - ratio + 1)
 
-the result with the derivative to rho, not to log rho
+the result with the derivative with respect to rho, not to log rho
 derivations.py: 2.7
 - (1 - e_b) * ratio * math.log(ratio)
 + (1 - e_b) * math.log(ratio)
@@ -365,7 +365,7 @@ derivations.py: 2.7
 - min(ratio, e_b) * advantage
 + min(ratio * advantage, e_b * advantage)
 
-the gradient to log pi_theta, not to the logits
+the gradient with respect to log pi_theta, not to the logits
 derivations.py: 2.8
 - (log_ratio - kl)
 + (log_ratio + 1)
@@ -380,7 +380,7 @@ derivations.py: 2.9
 - (1 - e_b) * (1 - 1 / temperature)
 + 1 - 1 / temperature
 
-the number for the gradient, not for its negative
+the factor for the gradient of the KL's term, not for minus that gradient
 derivations.py: 2.9
 - (1 - 1 / temperature)
 + (1 / temperature - 1)
@@ -411,7 +411,7 @@ batch.py: 3.2 3.4 3.5
 +             ratio_sums(output[0] - part.logp_behavior, part.mask)
 +         )
 
-the right one minus the gradient that was there before, to which `update` has to add
+the right gradient minus the one that was there before, to which `update` has to add
 batch.py: 3.3 3.4
 - sums = torch.zeros(3
 + policy.weight.grad = None
@@ -455,7 +455,7 @@ batch.py: 3.3 3.4
 - .sum() / token_count
 + .mean()
 
-the right one divided by the number of ranks, because their gradients are averaged
+the right gradient divided by the number of ranks: their gradients are averaged
 batch.py: 3.4
 - (loss * world_size).backward()
 + loss.backward()

@@ -16,7 +16,7 @@ from support.config import NEUTRAL_FIELDS, Config
 
 Sentence = Annotated[str, Field(min_length=40)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
-# The file is parsed outside the enclosure, so its size bounds the work.
+# The file is parsed outside the enclosure, so a limit on its size bounds the work.
 LONGEST_FILE = 20_000  # bytes
 # An arm is off-policy if one of these differs from its default. Fewer minibatches than
 # the default do not count, because they make it less off-policy.
@@ -48,7 +48,7 @@ class Comparison(BaseModel):
 
 
 class Results(BaseModel):
-    """The content of results.json; the handout explains the fields."""
+    """The content of results.json; starter/results.json shows the fields."""
 
     question: Sentence
     prediction: Sentence

@@ -3,7 +3,7 @@
 grade.py starts this process once. It imports torch, and then reads jobs from stdin. For
 each job it imports one of the student's files, calls a function with the job's inputs,
 and writes the results as JSON to a file that grade.py reads. On stdout it reports how
-the job ended and how many seconds it computed.
+the job ended and how many seconds of CPU time the job took.
 
 A job runs in a process of its own, which is forked and enclosed (sandbox.py). With
 --trust it runs in this process, on any system.
@@ -34,7 +34,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 
 
-# Code of the grader is loaded as a dict, so a student's code cannot find its module.
+# This is loaded as a dict, not as a module that a student's code could find.
 run_rank = runpy.run_path(str(HERE / "starter/toy.py"))["run_rank"]
 
 
@@ -53,10 +53,10 @@ def plain(value: Any) -> Any:
 
 
 def gradients(result: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return d result / d leaf for each leaf, 0 if it has none.
+    """Return d result / d leaf for each leaf, or 0 if the result does not depend on it.
 
-    result is [...] and each leaf [...] or [..., K]: entry [i] or [i, k] is the
-    derivative of the result's entry [i].
+    result is [...] and each leaf [...] or [..., K]. Entry [i] or [i, k] of the returned
+    tensor is the derivative of result[i] with respect to that entry of the leaf.
     """
     found = [torch.zeros_like(leaf) for leaf in leaves]
     # The function may have switched off requires_grad of its inputs.
@@ -88,7 +88,7 @@ def stop_computing(*_: Any) -> None:
 
 
 def describe(error: BaseException, folder: str) -> dict[str, Any]:
-    """Return an error's type, its message, and the last student's line it came from."""
+    """Return an error's type, its message, and where in the student's code it arose."""
     answer = {"error": type(error).__name__, "message": str(error)[:300], "line": ""}
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
@@ -98,7 +98,7 @@ def describe(error: BaseException, folder: str) -> dict[str, Any]:
 
 
 def answer_of(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
-    """Call a function, and return its result and its gradients to the arguments."""
+    """Call a function, and return its result and its arguments' gradients."""
     leaves = [x for x in arguments if getattr(x, "requires_grad", False)]
     value = function(*arguments)
     found = gradients(value, leaves)
@@ -138,15 +138,15 @@ def run_here(job: dict[str, Any]) -> tuple[str, float]:
 
 def run_enclosed(job: dict[str, Any]) -> tuple[str, float]:
     """Run a student's code in a process of its own, and wait for it."""
-    # This pipe reports a failure of the enclosure, and is closed before the student's
-    # code starts. So that code cannot report such a failure.
+    # This pipe reports a failure of the enclosure. It is closed before the student's
+    # code starts, so the student's code cannot report such a failure.
     failures, failure = os.pipe()
     process = os.fork()
     if process == 0:
         try:
             run_as_child(job, failure)
         finally:
-            # Skip all clean-up, the student's atexit functions and the loop in main.
+            # Skip main's loop and all clean-up, such as the student's atexit functions.
             os._exit(0)
     os.close(failure)
     ending, cpu_seconds = wait_for(process, job["wall_seconds"], job["idle_seconds"])
@@ -186,7 +186,7 @@ def run_as_child(job: dict[str, Any], failure: int) -> None:
 def wait_for(
     process: int, wall_seconds: float, idle_seconds: float
 ) -> tuple[str, float]:
-    """Wait for a process. Return how it ended, and how many seconds it computed.
+    """Wait for a process. Return how it ended, and how many CPU seconds it took.
 
     The ending is "" if it exited, the name of the signal that killed it, "late" if it
     was killed here after wall_seconds, or "idle" if it was killed here because it slept
@@ -197,7 +197,7 @@ def wait_for(
     end, idle_end = now + wall_seconds, now + idle_seconds
     while not select.select([handle], [], [], min(1, wall_seconds))[0]:
         now = time.monotonic()
-        # The state follows the name, which is in parentheses. S: it waits by itself.
+        # The state follows the name, which is in parentheses. S means that it sleeps.
         status = Path(f"/proc/{process}/stat").read_text()
         if status.rpartition(")")[2].split()[0] != "S":
             idle_end = now + idle_seconds

@@ -78,7 +78,7 @@ def landlock_version() -> int:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Whether a user who owns nothing can open files below this path by their names."""
+    """Return whether a user who owns nothing can open files below this path by name."""
     return all(folder.stat().st_mode & 0o001 for folder in [path, *path.parents])
 
 
@@ -119,7 +119,7 @@ def checked(result: int, what: str) -> int:
 
 
 def end_with_parent() -> None:
-    """Have this process killed as soon as its parent ends, even by a signal."""
+    """Have this process killed as soon as its parent ends, even if by a signal."""
     checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PDEATHSIG")
 
 
@@ -129,7 +129,8 @@ def limit(cpu_seconds: int, memory_bytes: int, file_bytes: int) -> None:
     memory_bytes is what it may use on top of its present address space, because torch
     reserves more of that than a student needs (with CUDA 10 GB).
     """
-    # SIGXCPU comes first, so that a handler can tell where the code was; SIGKILL last.
+    # SIGXCPU comes first, so that a handler can tell where the code was. SIGKILL
+    # comes a second later.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory_bytes += pages * resource.getpagesize()
@@ -144,7 +145,7 @@ def close_files(readable: Iterable[Path]) -> None:
     version = landlock_version()
     # Version 1 has 13 rights on files, and versions 2 and 3 add one each.
     handled = (1 << 12 + min(version, 3)) - 1
-    # Rights on files, rights on the network, and scopes, where older kernels expect 0.
+    # Rights on files, rights on the network, and scopes, which are 0 for older kernels.
     attributes = struct.pack("=QQQ", handled, 0, SCOPES if version >= 6 else 0)
     rules = LIBC.syscall(LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
     checked(rules, "Landlock")

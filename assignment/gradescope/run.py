@@ -1,7 +1,7 @@
 """Grades the submission in Gradescope's container, and writes results.json.
 
-The format of the file is that of Gradescope's "Autograder Specifications". It is
-written anew after each item, so it exists whatever happens.
+The file has the format of Gradescope's "Autograder Specifications". It is written anew
+after each item, so it exists whatever happens.
 """
 
 import json
