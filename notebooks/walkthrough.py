@@ -45,7 +45,7 @@ from support.tasks import load_split
 mesh = init_distributed()
 engine = Engine("tiny", 128, dtype="float32", top_logprobs=20)
 policy = build_policy("tiny", mesh)
-# Ten times the default learning rate, so that ten steps have a visible effect.
+# Ten times the default learning rate, so that ten updates have a visible effect.
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
 
 # %% [markdown]
@@ -101,7 +101,8 @@ for problem, share in zip(problems, reward.view(-1, G).mean(dim=1), strict=True)
 # %% [markdown]
 # ## 3. The ratios and e_B
 #
-# The trainer scores the same tokens with its own forward pass. A token's ratio is
+# The trainer scores the same tokens with its own forward pass. Token $y_t$ follows the
+# prompt $x$ and the tokens $y_{<t}$ of the response. Its ratio is
 #
 # $$\rho_t = \frac{\pi_\theta(y_t \mid x, y_{<t})}{\pi_b(y_t \mid x, y_{<t})}
 # \qquad (7)$$
@@ -112,6 +113,9 @@ for problem, share in zip(problems, reward.view(-1, G).mean(dim=1), strict=True)
 #
 # $$e_B = \frac{\mathrm{mean}_B[\rho]^2}{\mathrm{mean}_B[\rho^2]}
 # = \frac{1}{1 + \mathrm{CV}(\rho)^2} \qquad (11)$$
+#
+# The batch B has all response tokens, mean_B is the mean over them, and CV, the
+# coefficient of variation, is the standard deviation divided by the mean.
 
 # %%
 mask = rollouts.mask  # [N, T] bool
@@ -136,8 +140,8 @@ assert ess > 0.999
 # %% [markdown]
 # ## 4. The KL, position by position
 #
-# e_B depends on the sampled tokens only. The KL of (12) compares the whole
-# distributions at each position:
+# e_B depends on the sampled tokens only. The KL of the loss (12), in section 5,
+# compares the whole distributions at each position:
 #
 # $$\mathrm{KL}(\pi_\theta \| \pi_b)
 # = \sum_v \pi_\theta(v) \log \frac{\pi_\theta(v)}{\pi_b(v)}$$
@@ -152,8 +156,9 @@ print(f"largest KL of a position: {kl.detach()[mask].max():.2e} nats")
 # $$L = \mathrm{mean}_B\big[-\mathrm{sg}(\min(\rho_t, e_B))\, A_t \log \pi_\theta(y_t)
 # + (1 - e_B)\, \mathrm{KL}_t\big] \qquad (12)$$
 #
-# On a fresh batch min(rho, e_B) is nearly 1 and 1 - e_B is nearly 0. The loss is then
-# that of REINFORCE with the group's mean as its baseline.
+# Here sg stops the gradient, so the capped ratio is only a weight. On a fresh batch
+# min(rho, e_B) is nearly 1 and 1 - e_B is nearly 0. The loss is then that of REINFORCE
+# with the group's mean as its baseline.
 
 # %%
 token_loss = p3o(logp, rollouts.logp_behavior, advantage, kl, ess)  # (12), [N, T]
@@ -178,7 +183,7 @@ assert torch.isclose(loss.float(), reinforce, atol=1e-3)
 
 # %%
 def colored(values, scale, batch, rows):
-    """Show tokens in green above 0 and in red below, in full color at `scale`."""
+    """Show tokens green for values above 0 and red below, in full color at `scale`."""
     lines = []
     for row in rows:
         spans = []
@@ -198,7 +203,7 @@ def colored(values, scale, batch, rows):
 
 
 def token_weights(logp, ess):
-    """Return v_t, minus the derivative of a token's loss by its log pi_theta."""
+    """Return v_t, minus the derivative of a token's loss with respect to its logp."""
     leaf = logp.detach().requires_grad_()
     no_kl = torch.zeros_like(leaf)  # Only the policy term counts.
     token_loss = p3o(leaf, rollouts.logp_behavior, advantage, no_kl, ess)
@@ -238,7 +243,7 @@ assert ess_after < ess
 # ## 8. The same batch again, as stale data
 #
 # We make nine more updates on the same samples. The further the policy moves away from
-# the one that sampled, the lower e_B becomes.
+# the one that sampled the batch, the lower e_B becomes.
 
 # %%
 for step in range(2, 11):
@@ -277,8 +282,8 @@ assert mean_kl > kl.detach()[mask].mean()
 # %% [markdown]
 # Now e_B affects both terms of (12). Every ratio above e_B is capped at e_B, and the KL
 # has the weight 1 - e_B. The weights v_t = min(rho_t, e_B) A_t below have the same
-# color scale as above. They are paler, and a token that training has made rare, so that
-# its rho is small, is nearly white.
+# color scale as above. They are paler. A token that training has made rare has a small
+# rho and is nearly white.
 
 # %%
 is_capped = (logp - rollouts.logp_behavior).exp() > stale_ess
@@ -289,7 +294,7 @@ colored(token_weights(logp, stale_ess), 3.0, rollouts, rows)
 
 # %% [markdown]
 # Where does the KL act? Here the color is the KL at each position. Most of it is at a
-# few positions, those at which ten updates have changed the policy's choice.
+# few positions, at which ten updates have changed the policy's choice.
 
 # %%
 by_size = kl.detach()[mask].sort(descending=True).values
@@ -321,8 +326,8 @@ assert hot_ess[1.0] > 0.999 > hot_ess[1.4]
 
 # %% [markdown]
 # The ratio is low (red) at tokens that the policy would rarely choose: the higher
-# temperature put them there. The pull of the KL toward such a batch raises the entropy
-# of the policy (docs/method.md).
+# temperature put them there. The KL pulls the policy toward that hotter distribution,
+# which raises the policy's entropy (docs/method.md).
 
 # %%
 colored(log_ratio.clamp(max=0.0), 3.0, batch, range(4))
