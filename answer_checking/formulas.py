@@ -4,7 +4,7 @@ latex2sympy parses a formula; Parser corrects two of its readings. The compariso
 that of math_verify, which treats lists as sets, rounds what is below 1e-100 to 0, and
 may give another verdict if gold and answer are swapped.
 
-A comparison may never end, so judge.py runs it in processes that it can kill.
+A comparison may never end, so judge.py runs each in a process that can be killed.
 """
 
 import math
@@ -41,7 +41,7 @@ class Parser(_Latex2Sympy):
         return sympy.Rational(text)
 
     def convert_postfix_list(self, factors: list[Any], _: int = 0) -> Any:
-        r"""Return the product of adjacent factors. Only 2\frac{3}{4} is a sum."""
+        r"""Multiply adjacent factors, but add those of a mixed number, 2\frac{3}{4}."""
         text = "".join(factor.getText() for factor in factors[:2])
         values = [self.convert_postfix(factor) for factor in factors]
         if re.fullmatch(r"\d+\\frac\{\d+\}\{\d+\}", text) and values[1] < 1:

@@ -7,8 +7,8 @@ So `equal_formulas` runs this file once for each batch. That process, the judge,
 formulas.py and then forks one child for each pair, a few at a time. A child compares
 its pair and reports the verdict by its exit code. It may use LIMIT seconds of CPU time,
 not counting the time in which it waits for a core, and MEMORY bytes. If a child reaches
-a limit, its formulas count as not equal. If a child ends in any other way, or if the
-judge cannot work, that is an error and not a verdict.
+a limit, its formulas count as not equal. If a child ends neither with a verdict nor by
+a limit, or if the judge cannot work, that is an error and not a verdict.
 
 A verdict depends only on its pair, because every child starts as the same copy of the
 judge.
@@ -35,7 +35,7 @@ UNEQUAL = 11
 # A child may also end by a limit on CPU time, on the stack or on memory.
 EXIT_CODES = (EQUAL, UNEQUAL, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
 
-# Comparing these imports everything that is needed, and shows that it works.
+# Comparing these imports everything that is needed, and shows that sympy works.
 EQUAL_PAIRS = [
     (r"\{1, \sqrt{12}\}", r"2\sqrt{3}, 1"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),

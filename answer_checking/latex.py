@@ -30,7 +30,7 @@ SIGNS = r"""
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
 """
 
-# Names for patterns. The rows of REWRITES use them, and so do patterns above them.
+# Names for patterns. REWRITES uses them, and a pattern here may use names below it.
 # Space and line breaks in a pattern are ignored. What a name stands for:
 #   PART       what is between two = of one line
 #   MACRO      a command in a PART, but not words that separate two answers, as in
@@ -317,7 +317,7 @@ TRANSLATION = str.maketrans(dict(re.findall(r"(\S+) (\S+)", SIGNS)))
 
 @functools.lru_cache(65536)
 def latex_of(text: str) -> str:
-    """Return an answer in one spelling, or "" if it is over MAX_LENGTH characters."""
+    """Return an answer in one spelling, or "" if it has over MAX_LENGTH characters."""
     if len(text) > MAX_LENGTH:
         return ""
     text = text.translate(TRANSLATION)

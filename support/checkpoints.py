@@ -278,7 +278,7 @@ def load_checkpoint(
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of an error, as `one_line` does.
+    """Return the reason of an error on one line.
 
     A CheckpointException holds the errors of several ranks, of which the last counts.
     """

@@ -69,9 +69,9 @@ class Flags(BaseSettings):
 
     @classmethod
     def refuse_wrong_flags(cls) -> None:
-        """Print --help or refuse a wrong command line, and in either case exit.
+        """Exit with a message if the command line is wrong or asks for --help.
 
-        Scripts whose imports take seconds call this before them.
+        Scripts whose imports take seconds call this before those imports.
         """
         try:
             cls.from_flags()
@@ -114,12 +114,13 @@ def one_line(error: BaseException) -> str:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main. If it fails, print the reason: one sentence if expected.
+    """Run a script's main, and print the reason if it fails.
 
-    The process then ends at once and skips the interpreter's clean-up, in which an
-    engine would wait for the other ranks. If this rank has failed, they wait for it
-    until torchrun ends them, and torchrun does so only once this process has ended.
-    CUDA's memory pools may also abort the process in the clean-up.
+    The reason for an expected failure is one sentence. After main, the process ends at
+    once and skips the interpreter's clean-up, in which an engine would wait for the
+    other ranks. If this rank has failed, they wait for it until torchrun ends them, and
+    torchrun does so only once this process has ended. CUDA's memory pools may also
+    abort the process in the clean-up.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     script = Path(sys.argv[0]).name

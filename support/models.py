@@ -198,7 +198,7 @@ def check_heads(model: str, config: Any, tp: int) -> None:
         )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # Each rank has several key heads, or several ranks share one.
+    # Each rank has one or several key heads, or several ranks share one.
     if heads % tp or max(kv_heads, tp) % min(kv_heads, tp):
         raise Refused(
             f"rollout_tp is {tp}, which does not divide the {heads} attention heads "
@@ -261,9 +261,9 @@ def check_weights(model: str, folder: str, config: Any) -> None:
 def turn_end_tokens(tokenizer: Any) -> list[int]:
     """Return the token that ends an assistant's turn in the chat template, or [].
 
-    A base model may come with the template of a chat model. Its end of sequence is then
-    a different token, and unless sampling also stops at the end of a turn, the model
-    continues with a user's turn of its own. The result is
+    A base model may come with the template of a chat model. The template then ends a
+    turn with a token that is not the end of sequence, and unless sampling also stops at
+    that token, the model continues with a user's turn of its own. The result is
     - the end of sequence if the template ends a turn with it, as Llama 2's does;
     - <|im_end|> for ChatML (Qwen), and <end_of_turn> for Gemma;
     - the token that opens the user's turn if nothing ends the assistant's, as in GLM;

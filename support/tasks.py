@@ -340,7 +340,7 @@ def check_escapes(text: str) -> None:
 def read_hub(source: str) -> dict[int, dict[str, Any]]:
     """Return the rows of "owner/name[@revision] split [configuration]" by number.
 
-    Raises Refused if it cannot be loaded, or if loading would change its values.
+    Raises Refused if the rows cannot be loaded, or if loading would change a value.
     """
     from datasets import Features, Value, load_dataset  # takes seconds to import
 
@@ -383,7 +383,7 @@ def problem_of(row: dict[str, Any], others: list[str], verifier: str) -> dict[st
 
     `others` are the names of the row's columns that are not read. Raises ValueError,
     with the reason, unless the row has one problem and one gold answer, both of them
-    texts, and the whole problem is in this text.
+    texts, and the problem's text holds the whole problem.
     """
     texts = dict.fromkeys(COLUMNS, "")
     for column in COLUMNS:
@@ -609,8 +609,8 @@ def encode_prompt(
 def text_after_answer(tokenizer: Any, turns: int) -> str:
     """Return the text from the end of an answer to the user's next turn, or to the end.
 
-    The conversation has two or three turns. The result is "" if there is no chat
-    template, or if it does not show an assistant's turn.
+    `turns` is the number of turns in the conversation, 2 or 3. The result is "" if
+    there is no chat template, or if it does not show an assistant's turn.
     """
     conversation = [
         {"role": role, "content": f"{role} text"}
