@@ -400,7 +400,7 @@ def test_the_pages_say_which_runs_collapse():
         three repeats that differ only by rounding."""
     assert says(FRONT, sentences)
     p3o, grpo = (collapses(repeats(name, "32 updates")) for name in FRONT_COLUMNS[:2])
-    assert says(PAGE, f"at 2e-4, P3O collapses in {p3o} runs, GRPO 0.2 in {grpo}.")
+    assert says(PAGE, f"at 2e-4, P3O collapses in {p3o} runs, and GRPO 0.2 in {grpo}.")
 
 
 def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
