@@ -65,7 +65,7 @@ def k3(
 ) -> Tensor:
     """Return (12) with the estimate log rho + 1/rho - 1 in place of the KL.
 
-    This is the authors' code without its clamp. The estimate is meant for tokens
+    The authors' code has this estimate, but with a clamp. It is meant for tokens
     sampled by pi_theta. Over tokens sampled by pi_b its mean is
     chi^2(pi_b || pi_theta) - KL(pi_b || pi_theta). The weight that it gives a token,
     1 - 1/rho, is unbounded if the token has become rare.
@@ -94,7 +94,7 @@ def fixed_ess(
 def ess_of_responses(
     logp: Tensor, logp_behavior: Tensor, advantage: Tensor, kl: Tensor, e_b: float
 ) -> Tensor:
-    """Return (12) with e_B of responses.
+    """Return (12) with an e_B that is measured over responses instead of tokens.
 
     The ratio of a response is the product of its tokens' ratios. Padding has a log rho
     of 0. The function sees only one micro-batch of one rank, so B must be a single

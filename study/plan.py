@@ -16,9 +16,9 @@ core.
     grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the
                  BREAKING_KINDS and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
-    rules        six rules that frameworks and papers of 2026 use, on four kinds of
-                 data and with 32 updates, and other objectives with 32 updates. There
-                 are three seeds, or five if a run collapsed: 125 runs
+    rules        the six RULES, from frameworks and papers of 2026, on four kinds of
+                 data, and these and OBJECTIVES_AT_32 with 32 updates per step. There
+                 are three seeds, or five if one of the three collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
@@ -35,7 +35,8 @@ Other parts are complete and no longer here; study/results/README.md says which 
 has them.
 
 Trainer and engine compute in float32, because the default dtypes depend on the machine.
-The exception is the fp8 engine, which computes in bfloat16 beside fp8.
+The exception is the fp8 engine, which computes in bfloat16 what it does not compute in
+fp8.
 """
 
 import argparse
@@ -58,7 +59,8 @@ SMOLLM2_RUN = FLOAT32 | {
     "steps": 20,
     "eval_every": 5,
 }
-# This was the best of four rates for P3O on fresh data, in earlier runs in bfloat16.
+# This was the best of four learning rates for P3O on fresh data, in earlier runs in
+# bfloat16.
 LEARNING_RATE = 2e-4
 SMOLLM2_RATE = 2e-5  # the recipe's
 
@@ -95,11 +97,11 @@ SMOLLM2_GRID = {
     f"{name}, formulas": MISMATCHES[name] | FORMULAS
     for name in ("on-policy", "lag 4", "4 updates", "T = 1.2", "lag 16", "fp8")
 }
-# Kinds of data that no average over the 14 includes.
+# Kinds of data that are not among the 14, so the study's averages leave them out.
 OTHER_MISMATCHES: dict[str, FlagValues] = {
     # The off-policy part of Stanford CS336's assignment 5 (spring 2026): a step samples
-    # 256 responses and makes an update on each group of 8; the last is 31 updates old.
-    # 20 steps are 640 updates.
+    # 256 responses and makes an update on each group of 8. The last group is 31 updates
+    # old when it is used. 20 steps are 640 updates.
     "32 updates": {
         "prompts_per_step": 32,
         "group_size": 8,
@@ -169,19 +171,20 @@ PARTS: dict[str, list[Cell]] = {
     "constants": embedded_cells(MISMATCHES, CONSTANTS, range(3)),
     "rules": cells_of(["32 updates"], (*OBJECTIVES_AT_32, *RULES), range(3), RATE_AT_32)
     + embedded_cells(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, range(3))
-    # Two more seeds, because a run with the first three collapsed.
+    # These have two more seeds, because one of their first three runs collapsed.
     + embedded_cells(["lag 16"], ("ipo", "icepop"), [3, 4])
     + embedded_cells(["32 updates"], ("p3o", "grpo 0.2"), range(5)),
 }
 smollm2_cells = partial(cells_of, learning_rate=SMOLLM2_RATE)
 SMOLLM2_PARTS: dict[str, list[Cell]] = {
-    # The last two are the best constant and the best neighbor of the embedded policy.
+    # The last two are a constant and a neighbor that do well on the embedded policy.
     "smollm2-grid": smollm2_cells(
         SMOLLM2_GRID, (*MAIN[:4], "p3o, e_B = 0.9", "opmd"), range(3)
     ),
     "smollm2-rules": smollm2_cells(
         ("lag 4, formulas", "lag 16, formulas"),
-        # The last three are made here again, so that all are from one machine.
+        # The last three are in smollm2-grid too. This part makes them again, so that
+        # all six are from one machine.
         ("vespo", "dppo_tv", "sequence_mask", "p3o", "p3o, e_B = 0.9", "grpo 0.2"),
         range(3),
     ),

@@ -2,8 +2,8 @@
 
     python study/report.py [FOLDER]    # study/results by default
 
-It reads the runs that study/plan.py wrote, in embedded.jsonl and smollm2.jsonl (also in
-gpu/), and writes these files beside them:
+It reads the runs that study/plan.py wrote to embedded.jsonl and to every smollm2*.jsonl
+in FOLDER and its subfolders, and writes these files:
 
     embedded.md     tables of all runs of the embedded policy
     smollm2.md      one table of all runs of SmolLM2
@@ -51,7 +51,7 @@ CURVES = ("T = 1.6", "lag 16", "16 updates")  # the panels of curves.png
 
 
 def names_in(runs: Runs, field: str, known: Iterable[str]) -> list[str]:
-    """Return the values of a field of the cells: known ones first, in their order."""
+    """Return the values of a field of the cells: those in `known` first, in its order."""
     found = {getattr(cell, field) for cell in runs}
     return [name for name in known if name in found] + sorted(found - {*known})
 
@@ -60,10 +60,10 @@ def names_in(runs: Runs, field: str, known: Iterable[str]) -> list[str]:
 
 
 def differences(runs: Runs, objective: str) -> dict[str, dict[int, float]]:
-    """Return P3O's score minus this objective's, by mismatch and seed, if both exist.
+    """Return P3O's score minus this objective's, by mismatch and seed.
 
-    A run on a GPU is compared with P3O's runs on that GPU, which its field `beside`
-    names.
+    Seeds that only one of the two has are left out. A run on a GPU is compared with
+    P3O's runs on that GPU, whose name is in its field `beside`.
     """
     found: dict[str, dict[int, float]] = {}
     for cell, run in select(runs, objective=objective).items():

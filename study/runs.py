@@ -73,9 +73,9 @@ def words_of(flags: FlagValues) -> list[str]:
 
 
 def commit_here() -> str:
-    """Return the commit of this clone, or "no clone".
+    """Return the commit of this folder, or "no clone" if git does not know one.
 
-    It ends in "-dirty" if any file outside of study/results differs from the commit.
+    The commit ends in "-dirty" if a file outside of study/results differs from it.
     """
 
     def git(*words: str) -> str:
@@ -88,10 +88,10 @@ def commit_here() -> str:
 
 
 def make_run(cell: Cell, command: list[str]) -> RunRecord:
-    """Run a command and return its run as a line of the file.
+    """Run a command of train.py, and return the record of the run.
 
-    If the run stopped because a number was not finite, the line has the steps before
-    that. Raises RuntimeError, with what was printed, on any other failure.
+    If the run stopped because a number was not finite, the record has the steps before
+    it stopped. Raises RuntimeError, with what was printed, on any other failure.
     """
     commit, start = commit_here(), time.time()
     with tempfile.TemporaryDirectory() as scratch:
@@ -131,12 +131,12 @@ def take_cores(shares: multiprocessing.Queue) -> None:
 
 
 def core_shares(cores: list[int], workers: int) -> list[set[int]]:
-    """Return the cores of each worker; a worker without a core of its own gets all."""
+    """Return the cores of each worker: all cores if it would have none of its own."""
     return [set(cores[worker::workers] or cores) for worker in range(workers)]
 
 
 def attempt(job: tuple[Cell, list[str]]) -> tuple[Cell, RunRecord | None, str]:
-    """Make a run; return its cell, its line and, if it failed, the reason."""
+    """Make a run; return its cell, its record and, if it failed, the reason."""
     try:
         return job[0], make_run(*job), ""
     except RuntimeError as error:

@@ -49,7 +49,7 @@ from train import Config, problem_indices
 
 # The first steps of a run do not count, nor does the last one, which evaluates.
 WARM_UP = 2
-# Rows of the table, with the metrics of which they are the medians.
+# The rows of the table, each with the metric whose median it has.
 TITLES = {f"{phase}, s": f"{phase}_seconds" for phase in PHASES}
 TITLES["tokens of a response"] = "response_tokens"
 # A step of a pretrained model that suits two cores. It makes one update, as TRL's does.
@@ -90,9 +90,9 @@ class Failed(Exception):
 
 
 def in_rounds(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Return what each arm measures in each round.
+    """Call each arm, a function that measures a program, once per round.
 
-    Each round starts with a different arm.
+    Returns what each arm measured in each round. The rounds start with different arms.
     """
     found: dict[str, list[Any]] = {name: [] for name in arms}
     order = deque(arms)
@@ -125,10 +125,10 @@ def cell(numbers: list[float] | str) -> str:
 def run_steps(
     command: list[str], checkout: str | Path = ROOT
 ) -> tuple[list[tuple[float, str]], float]:
-    """Run a command; return the time in seconds and the text of each "step" line.
+    """Run a command; return each "step" line that it prints, with its time of arrival.
 
-    Also returns the most main memory that the process used, in GB of 2^30 bytes. Raises
-    Failed if the command fails.
+    The times are in seconds. Also returns the most main memory that the process used,
+    in GB of 2^30 bytes. Raises Failed if the command fails.
     """
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
@@ -207,7 +207,8 @@ def run_other(
 def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
     """Return the numbers of each round by row of the table, ours first.
 
-    If other code fails, its row has the reason. Raises Refused if train.py fails.
+    If the code that ours is compared with fails, its row has the reason. Raises Refused
+    if our train.py fails.
     """
     failed: dict[str, str] = {}
 
@@ -275,7 +276,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = {}
     models = {"tiny": {}}
-    if bench.model:  # an absolute path, because an earlier commit has another folder
+    if bench.model:  # The path is absolute, as --earlier runs in another folder.
         models[str(Path(model_folder(bench.model)).resolve())] = PRETRAINED
     for dtype, (model, settings) in itertools.product(bench.dtypes, models.items()):
         # This learning rate is so small that the policy, and so the length of its

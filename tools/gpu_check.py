@@ -149,8 +149,8 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
     limit = max(SYNC_LIMITS[torch.bfloat16], SYNC_LIMITS[cfg.rollout_quantization])
     removed = rollouts.top_logp_behavior[rollouts.mask].isneginf().float().mean()
     checks = {
-        # Below 0.001 the engine does not use fp8. The embedded policy has 0.0022 with
-        # fp8, and 0.0004 with bfloat16.
+        # A value below 0.001 shows that the engine does not use fp8. The embedded
+        # policy has 0.0022 with fp8, and 0.0004 with bfloat16.
         "mean |log rho| at the start": (1e-3 * quantized, before, limit),
         "mean |log rho| after the sync": (0, after, limit),
         # Rounding may make it slightly negative.
@@ -159,7 +159,7 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
     }
     if CUDA:
         checks |= memory_checks(phases, cfg, int(os.environ["LOCAL_WORLD_SIZE"]))
-    # After a sync the engine computes exactly what a new engine computes from the
+    # After a sync the engine must compute exactly what a new engine computes from the
     # saved weights. With fp8 the checks above may miss a wrong sync, because rounding
     # can move the policy by more than a step does.
     save_model(policy.model, full_weights(policy), run.out / "model")

@@ -2,8 +2,8 @@
 
     python tools/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8
 
-It takes the flags of train.py and reads only the model's config.json. GB are 2^30
-bytes, as for --kv_cache_gb; an "80 GB" card has 79 of them. A run that does not fit is
+It takes the flags of train.py and reads only the model's config.json. A GB is 2^30
+bytes, as in --kv_cache_gb, so an "80 GB" card has 79 GB. A run that does not fit is
 refused.
 """
 
@@ -39,7 +39,7 @@ class MemoryConfig(Config):
 
 
 class Shape(NamedTuple):
-    """Sizes of a model. The weights of a tied head count once."""
+    """Sizes of a model. A head that is tied to the embedding counts once."""
 
     total: int  # P, all weights
     linear: int  # weights of the linear layers, without the head
@@ -117,8 +117,8 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
     vocabulary = shape.head // shape.hidden
     update = {
         "gradient: 4 P / R": 4 * shape.total // ranks,
-        # FSDP keeps these whole during the update. At the end of the update their
-        # gradient is whole, too.
+        # During the update FSDP keeps the embedding and the head unsharded, and at its
+        # end their gradient too.
         "embedding, head, gradient: 4 bytes": 2 * ELEMENT * shape.root,
         "activations of a micro-batch": tokens * kept,
         # These are in float32: the head, its gradient, a chunk's gradient of the head,

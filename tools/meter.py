@@ -62,7 +62,7 @@ def main() -> None:
     _, _, heldout, max_model_len = train.load_data(cfg)
     prompts = heldout.prompts[: cfg.responses]
     device = torch.device(init_distributed().device_type)
-    # vLLM changes classes of transformers that it uses, so this precedes the engine.
+    # The model is built before the engine, as vLLM changes classes of transformers.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         model_folder(cfg.model), dtype=torch.float32, trust_remote_code=False
     ).to(device)

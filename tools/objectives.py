@@ -65,8 +65,8 @@ def dapo(
     DAPO, arXiv 2503.14476, equation 8. A token with rho > 1 + eps_high has no gradient
     if A > 0. If A < 0 its weight is rho A, which has no bound.
 
-    1. The paper's constraint is left out: groups whose responses are all right or all
-       wrong are not sampled again.
+    1. The paper's constraint, which replaces groups whose responses are all right or
+       all wrong, is left out.
     """
     rho = (logp - logp_behavior).exp()
     return clipped_loss(rho, advantage, eps_low, eps_high)
@@ -171,7 +171,7 @@ def a3po(
     """Return PPO's clipped loss around a policy between pi_b and pi_theta: [N, T].
 
     A-3PO, arXiv 2512.06547, as in AReaL's code and documentation. It is decoupled PPO,
-    arXiv 2110.00641, without the extra pass over the batch for log pi_prox:
+    arXiv 2110.00641, but the policy in between, pi_prox, needs no pass over the batch:
 
         log pi_prox = log pi_b + alpha (sg(log pi_theta) - log pi_b)
         loss = pi_prox / pi_b times the clipped loss in r = pi_theta / pi_prox
@@ -181,8 +181,8 @@ def a3po(
     the range of rho. As in AReaL, a token with pi_prox / pi_b above cap has no loss.
     eps and cap are those of AReaL's example, whose d is at most 2.
 
-    1. Here alpha is one number for all data of a run, including its first, fresher
-       data. In AReaL each token has its own alpha.
+    1. Here alpha is one number for all data of a run, even for the first, which are
+       fresher. In AReaL each token has its own alpha.
     2. For fresh data the paper's pi_prox is pi_theta, and nothing is clipped.
     3. AReaL's example also normalizes advantages over the batch.
     """
@@ -474,8 +474,8 @@ def opsm(
     1.16.0 (get_off_policy_mask) and slime (compute_opsm_mask). A response with A < 0 is
     dropped if the mean of log(pi_b / pi_theta) over its tokens exceeds delta.
 
-    1. Both codes leave the mask off until it is asked for. TRL's documentation gives
-       0.5 as an example of delta, which is the default here. slime's default is 1e-4.
+    1. In both TRL and slime the mask is off by default. TRL's documentation gives 0.5
+       as an example of delta, which is the default here. slime's default is 1e-4.
     2. As in TRL, pi_b is what the engine sampled from. slime's pi_b is pi_before, as
        the trainer computes it, unless slime is told otherwise.
     3. A dropped response adds exactly 0, even if one of its ratios overflows.

@@ -57,8 +57,9 @@ class TimedTrainer(GRPOTrainer):
     def timed_sync(self, dtype: torch.dtype) -> None:
         """Sync as TRL does, or on a CPU as rollout.Engine does.
 
-        TRL 1.16 calls load_weights of vLLM's model. On a CPU that has no effect: vLLM
-        has packed the weights of its layers and dropped those that load_weights fills.
+        TRL 1.16 calls load_weights of vLLM's model. On a CPU that call has no effect:
+        vLLM has packed the weights of its layers, and has dropped the tensors that
+        load_weights fills.
         """
         start = time.perf_counter()
         if CUDA:
@@ -98,7 +99,7 @@ def main(job: dict[str, Any]) -> None:
             max_completion_length=job["max_tokens"],
             max_steps=job["steps"],
             shuffle_dataset=False,
-            # As in our run, it is so small that responses keep their length.
+            # As in our run, the rate is so small that responses keep their length.
             learning_rate=1e-9,
             use_cpu=not CUDA,
             # As in our run, weights are in float32 and matrix products in `dtype`.
