@@ -51,7 +51,7 @@ CURVES = ("T = 1.6", "lag 16", "16 updates")  # the panels of curves.png
 
 
 def names_in(runs: Runs, field: str, known: Iterable[str]) -> list[str]:
-    """Return the values of a field of the cells: those in `known` first, in its order."""
+    """Return the values of a field of the cells: those of `known` first, in order."""
     found = {getattr(cell, field) for cell in runs}
     return [name for name in known if name in found] + sorted(found - {*known})
 
