@@ -78,7 +78,7 @@ SUPPORTED := import platform, sys; sys.exit( \
     platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64") \
     or not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-# Not every registry has the CPU build of torch under this name; uv knows PyTorch's index.
+# If the registry lacks torch 2.13.0+cpu, uv takes the CPU build from PyTorch's index.
 $(VENV)/installed: $(REQUIREMENTS)
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo "p3o: vLLM has wheels only \
 	for Linux on x86-64 or ARM and for Python 3.11 to 3.13; to choose another Python, \

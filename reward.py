@@ -105,7 +105,7 @@ OTHER_PARAMETERS = re.compile(
     # (y_true, y_pred)
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
-    # responses come second and not first, as in (args, sample); (texts,
+    # responses come second and not first, as in (args, sample); (solutions,
     # expected_outputs) does not match, because its second parameter is golds
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)

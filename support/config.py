@@ -21,8 +21,8 @@ from pydantic import (
 from support.command import Flags, Refused
 
 # Fields that a resumed run may change because they do not affect what it learns. The
-# field steps has a rule of its own (see check_out_dir): with a lag, the last steps
-# sample no batches, so a longer run would have sampled more.
+# field steps has a rule of its own (see check_out_dir): with a lag, a run samples no
+# batches in its last steps, where a longer run samples some.
 NEUTRAL_FIELDS = {
     "out_dir",
     "eval_every",

@@ -396,8 +396,8 @@ def test_the_pages_say_which_runs_collapse():
     assert collapses(repeats("p3o, KL at one heat", "16 updates")) == "2 of 3"
     sentences = """**In the last two rows REINFORCE collapses; P3O and GRPO do not.**
         With 16 updates this depends on the learning rate: at 1e-4 one of nine runs
-        collapses (REINFORCE), and at 4e-4 all do. At 2e-4, P3O collapsed in two of
-        three repeats that differ only by rounding."""
+        collapses (REINFORCE), and at 4e-4 all do. At 2e-4, two of three P3O
+        runs collapsed when repeated with other rounding."""
     assert says(FRONT, sentences)
     p3o, grpo = (collapses(repeats(name, "32 updates")) for name in FRONT_COLUMNS[:2])
     assert says(PAGE, f"at 2e-4, P3O collapses in {p3o} runs, and GRPO 0.2 in {grpo}.")
@@ -417,8 +417,8 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     assert max(greedy.values()) < 0.02
     (behind,) = {f"{-greedy[row]:.2f}" for row in ("lag 16", "16 updates")}
     sentences = f"""**P3O leads GRPO clearly only in sampled accuracy**, at temperature
-        1.6 and on old data. In greedy accuracy it leads by at most 0.02, and GRPO by
-        {behind} (before rounding) on old and reused data."""
+        1.6 and on old data. In greedy accuracy it leads by at most 0.02; on old and
+        reused data GRPO leads by {behind} before rounding."""
     assert says(FRONT, sentences)
     *first, (old, half), _ = (lead(CONSTANT, name) for name in FRONT_ROWS)
     assert all(abs(middle) < 0.02 for middle, _ in first) and old < -half
