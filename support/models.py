@@ -271,7 +271,7 @@ def turn_end_tokens(tokenizer: Any) -> list[int]:
       show an assistant's turn, or if there is no template.
     """
     # Harmony (gpt-oss) ends thoughts and earlier turns by <|end|>, but the last turn by
-    # <|return|>, so the end of a conversation comes first.
+    # <|return|>, which is therefore looked for first.
     after = text_after_answer(tokenizer, 2) + text_after_answer(tokenizer, 3)
     token_ids = tokenizer.encode(after, add_special_tokens=False)
     added = tokenizer.added_tokens_decoder

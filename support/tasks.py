@@ -97,8 +97,8 @@ PART_OF_PROBLEM = re.compile(
     )$"""
 )
 # Matches what is not text in a problem: pictures, and the turns of a chat with any
-# model. Each repetition ends before what could begin another match, so that long texts
-# are fast.
+# model. No repetition runs past the beginning of another possible match, so that long
+# texts are fast.
 MARKUP = re.compile(
     r"""(?ix)
     # <image>, <image_1>, <img src="x.png">, <ImageHere>, <video>
