@@ -5,8 +5,8 @@
 # form a known word would be merged, and partial characters would be replaced.
 #
 # With a public tokenizer of 131,072 tokens, about one in five sequences of 50 random tokens
-# comes back unchanged, and so do 96% of random pairs. A single token fails only if it is
-# not valid UTF-8, which 1.1% of the tokens are not.
+# comes back unchanged, and so do 96% of random pairs. Of single tokens, only those that
+# are not valid UTF-8 fail: 1.1% of all tokens.
 #
 # Source: the tokenizer's pattern splits the text before it merges anything. Most tokens
 # begin a new piece, because they begin with a space or another kind of character.

@@ -58,7 +58,7 @@ def cells_of(
 ) -> list[Cell]:
     """Return all combinations, ordered by seed.
 
-    A grid that is interrupted then has complete comparisons for its first seeds.
+    So an interrupted grid has complete comparisons for its first seeds.
     """
     every = itertools.product(seeds, mismatches, objectives)
     return [
