@@ -233,9 +233,9 @@ def find_objective(
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
         # Try it on zeros. Some objectives keep a state, so a copy is tried.
-        trial = copy.deepcopy(objective)
-        loss = trial(*torch.zeros(4, 1, 2), 1.0, **hyper_parameters)  # [1, 2]
-        loss[torch.ones(1, 2).bool()].sum()
+        zeros = torch.zeros(4, 1, 2, requires_grad=True)
+        loss = copy.deepcopy(objective)(*zeros, 1.0, **hyper_parameters)  # [1, 2]
+        loss[zeros[0] == 0].sum().backward()
     except Exception as error:  # the user's module may raise anything
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "

@@ -35,8 +35,6 @@ from support.hub import COMMITS
 from support.log import ROW_FILES, append_row
 from support.models import COMPANIONS
 
-CHECKPOINTS_OF_A_RUN = 2  # Only the newest are kept.
-
 
 def checkpoints(out: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run by their step, in any order."""
@@ -52,9 +50,9 @@ def check_out_dir(cfg: Config) -> None:
 
     Without a checkpoint --resume starts the run, so that one command serves the first
     start and all later ones. It also restarts a run that was killed before its first
-    checkpoint, but overwrites nothing of a run with another configuration. After this
-    call, models and datasets of the hub are read at the commits in the run's
-    config.json.
+    checkpoint, but overwrites nothing of a run that has ended, that saves no
+    checkpoints, or that has another configuration. After this call, models and datasets
+    of the hub are read at the commits in the run's config.json.
     """
     if cfg.resume and not cfg.out_dir:
         raise Refused("--resume: give the folder of the run as --out_dir")
@@ -66,11 +64,6 @@ def check_out_dir(cfg: Config) -> None:
             raise
     out = Path(cfg.out_dir)
     done = max(checkpoints(out), default=0)
-    if not done and (out / "model").exists():
-        raise Refused(
-            f"--resume: the run in out_dir {out} has ended, and has no checkpoint to "
-            "continue from: choose another folder"
-        )
     path = out / "config.json"
     try:
         stored = json.loads(path.read_text())
@@ -81,6 +74,12 @@ def check_out_dir(cfg: Config) -> None:
             f"--resume: {path} cannot be read: {one_line(error)}; restore it, or copy "
             "the config.json of a new run with the same flags"
         ) from None
+    if not done and (not stored.get("save_every") or (out / "model").exists()):
+        raise Refused(
+            f"--resume: the run in out_dir {out} has ended or saves no checkpoints "
+            "(save_every is 0), so there is nothing to continue from: choose another "
+            "folder"
+        )
     allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
     # With a lag, a run of more steps would have sampled more batches by now. This makes
     # no difference to a run that takes no further step.
@@ -102,9 +101,12 @@ def check_free(out_dir: str) -> None:
     user's own files do not matter: a scheduler may log to slurm-7.out or job.o7 in this
     folder before the run starts, and a job script may copy its recipe there.
     """
-    own = r"^\.|\.(?:out|err|log|txt|ya?ml|sh|[eo]\d+)$"
     try:
-        names = [name for name in os.listdir(out_dir) if not re.search(own, name)]
+        names = [
+            name
+            for name in os.listdir(out_dir)
+            if not re.search(r"^\.|\.(?:out|err|log|txt|ya?ml|sh|[eo]\d+)$", name)
+        ]
     except OSError:
         return  # take_folder creates it, or says why it cannot be created.
     if names == ["config.json"]:
@@ -220,7 +222,7 @@ def save_checkpoint(
     queue: Iterable,
     metrics: dict[str, Any],
 ) -> None:
-    """Write checkpoints/step-N, then delete all but the newest ones. A collective.
+    """Write checkpoints/step-N, then delete all but the newest two. A collective.
 
     `queue` holds this rank's rollout.Rollouts that no step has used yet. `metrics` are
     those of the step, which are logged only after this. Raises Stopped if the
@@ -242,7 +244,7 @@ def save_checkpoint(
         }
         torch.save(own, folder / f"rank-{rank}.pt")
     if rank == 0:
-        for _, old in sorted(checkpoints(out).items())[:-CHECKPOINTS_OF_A_RUN]:
+        for _, old in sorted(checkpoints(out).items())[:-2]:
             # Renamed first, so that a half-deleted folder is not a checkpoint.
             shutil.rmtree(old.rename(folder), ignore_errors=True)
 

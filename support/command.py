@@ -132,9 +132,9 @@ def run_script(main: Callable[[], None]) -> None:
         print(f"{script}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(
-            f"{script}: interrupted; to continue a run of train.py from its newest "
-            "checkpoint, repeat its command with --resume --out_dir FOLDER (the first "
-            "line that it printed names FOLDER)",
+            f"{script}: interrupted; a run of train.py that has a checkpoint continues "
+            "if its command is repeated with --resume --out_dir FOLDER (the first line "
+            "that it printed names FOLDER)",
             file=sys.stderr,
         )
         status = 130

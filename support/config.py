@@ -41,7 +41,8 @@ NEUTRAL_FIELDS = {
 # diverged can continue.
 ADJUSTABLE_FIELDS = {"learning_rate", "warmup_updates"}
 
-Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder
+# A folder, in which ~ is the home folder, or the name of a model or task.
+Folder = Annotated[str, AfterValidator(os.path.expanduser)]
 # vLLM refuses a temperature above 2, and replaces one below 0.01 by 0.01.
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 # A number if the text can be read as one, else the text.
@@ -52,7 +53,7 @@ EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 class SharedConfig(Flags):
     """The fields that a training run and an evaluation have in common."""
 
-    model: str = "tiny"
+    model: Folder = "tiny"
     """a model folder, the out_dir of a run, or owner/name@revision on the hub"""
     verifier: str = ""
     """replace the task's verifier: exact, gsm8k, math, or module:name, a function of
@@ -82,7 +83,7 @@ class Config(SharedConfig):
     policy_temperature), top_p, top_k, rollout_dtype, rollout_quantization, lag, passes
     and minibatches. --config FILE.yaml sets any field."""
 
-    task: str = "tiny"
+    task: Folder = "tiny"
     """a task named in support/tasks.py, a JSONL file or folder, or a hub dataset"""
 
     # The objective
@@ -157,7 +158,8 @@ class Config(SharedConfig):
     save_every: NonNegativeInt = 0
     """write a checkpoint every N steps and after the last one; 0: never"""
     resume: bool = False
-    """continue from the newest checkpoint in out_dir; without one, start from step 1"""
+    """continue from the newest checkpoint in out_dir; if out_dir is free, or if its run
+    was stopped before its first checkpoint, start from step 1"""
 
     @model_validator(mode="after")
     def check_and_settle(self) -> Self:
@@ -186,7 +188,7 @@ class EvalConfig(SharedConfig):
     """Evaluate a model: pass@k on one or several tasks. --config FILE.yaml sets any
     field."""
 
-    task: list[str] = ["tiny"]
+    task: list[Folder] = ["tiny"]
     """one or several tasks, each as train.py takes it: gsm8k,math"""
     split: Literal["train", "heldout"] = "heldout"
     """which problems of each task"""

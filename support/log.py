@@ -110,7 +110,12 @@ class Log:
             metrics[name] = mean.item()
         metrics["entropy"] /= metrics["response_tokens"]
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
-        metrics["peak_memory_gb"] = peak_memory_gb()
+        # On CUDA this is torch's count, which includes a sleeping engine's memory.
+        metrics["peak_memory_gb"] = (
+            torch.cuda.max_memory_allocated() / 2**30
+            if torch.cuda.is_available()
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        )
         self.seconds.clear()
         if dist.get_rank() == 0:
             self.append_samples(step, rollouts)
@@ -191,13 +196,3 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise Stopped(f"{path} cannot be written: {error}") from error
-
-
-def peak_memory_gb() -> float:
-    """Return the most memory that this rank has used, in GB of 2^30 bytes.
-
-    On CUDA it is torch's count, which includes the memory of a sleeping engine.
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -18,20 +18,9 @@ SINGLE_RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-# The variables in which torchrun, srun, Open MPI's mpirun and MPICH's mpirun tell a
-# process how many processes they have started.
-PROCESS_COUNTS = (
-    "WORLD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-)
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-# Larger blocks are returned to the system when they are freed. glibc's limit for this
-# setting is 32 MiB.
-LARGEST_HEAP_BLOCK = 32 * 2**20  # bytes
 
 
 def init_distributed() -> dist.DeviceMesh:
@@ -44,7 +33,14 @@ def init_distributed() -> dist.DeviceMesh:
     are not told which network interface to use.
     """
     if "LOCAL_WORLD_SIZE" not in os.environ:  # not started by torchrun
-        for name in PROCESS_COUNTS:
+        # In these variables torchrun, srun, Open MPI's mpirun and MPICH's mpirun tell a
+        # process how many processes they have started.
+        for name in (
+            "WORLD_SIZE",
+            "SLURM_STEP_NUM_TASKS",
+            "OMPI_COMM_WORLD_SIZE",
+            "PMI_SIZE",
+        ):
             # Each process would take itself for the only rank, and train its own model.
             if os.environ.get(name, "1") != "1":
                 raise Refused(
@@ -121,7 +117,9 @@ def prepare_cpu(ranks_of_node: int) -> None:
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // ranks_of_node))
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
+    # Larger blocks, in bytes, are returned to the system when they are freed. This is
+    # the highest value that glibc accepts.
+    libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
     # A process must ask Linux for permission to use AMX, or it is killed by SIGILL.
     # oneDNN asks, but vLLM's attention kernel does not, and an fp8 engine samples with

@@ -35,8 +35,6 @@ TRAINABLE = """
     ernie4_5 smollm3 olmo olmo2 olmo3 glm starcoder2 seed_oss ministral hunyuan_v1_dense
     arcee helium
 """.split()
-# Old checkpoints hold this buffer, which is computed and not learned.
-COMPUTED_BUFFER = "rotary_emb.inv_freq"
 # The fields of a config.json for which vLLM and transformers compute different
 # functions, as tests/config_fields.py shows. check_trainable writes each field as a
 # line such as "qwen3 attention_bias False -> True": the model's type, the field, the
@@ -239,12 +237,14 @@ def check_weights(model: str, folder: str, config: Any) -> None:
         raise Refused(
             f"{model}: its weights cannot be read or do not fit its config.json: "
             f"{one_line(error)}; it needs one complete model.safetensors, or shards "
-            "and their index (`git lfs pull` replaces pointers, and save_pretrained "
-            "converts .bin files), and the config.json that belongs to them"
+            "and their index, no other .safetensors files (`git lfs pull` replaces "
+            "pointers, and save_pretrained converts .bin files), and the config.json "
+            "that belongs to them"
         ) from None
     embedding_of = built.all_tied_weights_keys  # by the name of the tied head
     for name in sorted({*missing, *unexpected} - {*embedding_of}):
-        if not name.endswith(COMPUTED_BUFFER):
+        # Old checkpoints hold this buffer, which is computed and not learned.
+        if not name.endswith("rotary_emb.inv_freq"):
             only = "config.json" if name in missing else "safetensors"
             raise Refused(
                 f"{model}: only its {only} has {name}: get complete files and the "

@@ -328,8 +328,10 @@ def check_escapes(text: str) -> None:
     """
     text.encode()  # This fails on half of a character, such as "\ud83d".
     if found := re.search(
-        r"[\b][a-z]+|\f(?:rac|orall|box)|\t(?:ext[a-z]*\{|heta\b|imes\b|frac\b|riangle)|"
-        r"\r(?:ight(?:arrow|[)}\].|\\])|angle\b|ho\b)|\n(?:abla|eq|otin)\b",
+        r"[\b\v\a][a-z]+|\f(?:rac|orall|box)|"
+        r"\t(?:ext[a-z]*\{|(?:heta|imes|frac)(?![a-z])|riangle)|"
+        r"\r(?:ight(?:arrow|[)}\].|\\])|(?:angle|ho)(?![a-z]))|"
+        r"\n(?:(?:abla|otin)(?![a-z])|eq\b)",
         text,
     ):
         raise ValueError(
@@ -447,11 +449,13 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     for pattern, fault in GOLD_FAULTS.items():
         if re.search(pattern, gold):
             raise ValueError(f"its answer {gold[:60]!r} {fault}")
-    latex = latex_of(last_box(rf"\boxed{{{gold}}}"))
+    # A brace that is not closed, or not opened, ends the box before or after the gold.
+    boxed = last_box(rf"\boxed{{{gold}}}")
+    latex = latex_of(boxed)
     is_readable = {
         "exact": len(gold.split()) == 1,
         "gsm8k": number_of(latex) is not None,
-        "math": latex != "",
+        "math": boxed == gold and latex != "",
     }
     if not is_readable[verifier]:
         raise ValueError(
@@ -468,13 +472,14 @@ class Dataset(NamedTuple):
     prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
-    turn_end: str = ""  # the chat template's text between an answer and the next turn
+    turn_end: str = ""  # the text between an answer and the next turn or solution
 
     def own_turn(self, response: str) -> str:
         """Return the text to grade: from the tag in the prompt to the end of the turn.
 
         If only text separates the turns of a chat, such as "User:", sampling does not
-        stop there, and the next turns are the model's invention.
+        stop there, and the next turns are the model's invention. So are the solutions
+        of further problems, which a base model often writes.
         """
         text = self.opened + response
         return text.split(self.turn_end)[0] if self.turn_end else text
@@ -544,7 +549,9 @@ def load_split(
         [*compress(prompts, fits)],
         verifier or task.verifier,
         opened=tag[0] if is_open else "",
-        turn_end=text_after_answer(tokenizer, 3).rstrip(),
+        turn_end=text_after_answer(tokenizer, 3).rstrip()
+        if tokenizer.chat_template
+        else "\n\nSolution:",
     )
 
 

@@ -64,13 +64,13 @@ def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
 
 def test_a_flag_sets_its_field(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")  # ~ in a shell
-    flags = "--objective_args=eps=0.4 --objective_args c=3 --resume --out_dir=~/runs/x"
+    flags = "--objective_args=eps=0.4 --objective_args c=3 --resume --model=~/runs/x"
     cfg = Config.from_flags(flags.split())
     assert cfg.objective_args == {"eps": 0.4, "c": 3}
     assert cfg.resume
-    evaluated = EvalConfig.from_flags(["--task=gsm8k,math", "--out_dir=~/runs/x"])
-    assert evaluated.task == ["gsm8k", "math"]
-    assert cfg.out_dir == evaluated.out_dir == "/home/someone/runs/x"
+    evaluated = EvalConfig.from_flags(["--task=gsm8k,~/math", "--out_dir=~/runs/x"])
+    assert evaluated.task == ["gsm8k", "/home/someone/math"]
+    assert cfg.model == evaluated.out_dir == "/home/someone/runs/x"
 
 
 # The bounds of grpo's clip are 1 - eps and 1 + eps, which cross if eps is below 0.
@@ -99,6 +99,7 @@ REFUSED_FLAGS = """
 --objective=grpo --objective_args=eps=-1 -> eps is -1.0: the clip
 --objective=tools.objectives:dapo --objective_args=eps_low=-1 -> both
 --objective=builtins:print -> no objective 'builtins:print' that takes
+--objective=test_objectives:detached -> does not require grad
 --minibatches=3 -> prompts_per_step is 32: give a multiple of 6
 """
 

@@ -169,17 +169,12 @@ def test_every_token_has_the_advantage_of_its_response_in_its_group(
     torch.testing.assert_close(rollouts.advantage, expected)
 
 
-def test_answers_are_checked_by_the_verifier_of_the_task(sums):
-    _, trained, heldout, _ = load_data(Config(task=sums))
-    for split in trained, heldout:
-        # tiny ends with only the sum, but gsm8k requires "#### 3".
-        assert compute_rewards(split, [0], ["3", "#### 3"]) == [0.0, 1.0]
-
-
-def test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval(sums):
+def test_train_and_eval_use_the_verifier_and_the_instruction_of_the_task(sums):
     tokenizer, trained, heldout, _ = load_data(Config(task=sums))
     benchmarks = load_benchmarks(EvalConfig(task=[sums]))
     for split in trained, heldout, benchmarks[sums]:
+        # tiny ends with only the sum, but gsm8k requires "#### 3".
+        assert compute_rewards(split, [0], ["3", "#### 3"]) == [0.0, 1.0]
         text = tokenizer.decode(split.prompts[0])
         assert text.startswith("<bos>0123")
         assert text.endswith("1+2:")

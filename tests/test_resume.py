@@ -120,8 +120,8 @@ def test_sigterm_prints_how_to_continue_and_the_first_lines_reach_a_file_at_once
     first, *_, last = done.stdout.splitlines()
     assert first.startswith(f"{tmp_path}/run: trains in float32, samples in ")
     assert last == (
-        "-c: interrupted; to continue a run of train.py from its newest checkpoint, "
-        "repeat its command with --resume --out_dir FOLDER (the first line that it "
+        "-c: interrupted; a run of train.py that has a checkpoint continues if its "
+        "command is repeated with --resume --out_dir FOLDER (the first line that it "
         "printed names FOLDER)"
     )
 
@@ -192,7 +192,8 @@ def stored(tmp_path):
     """Write the folder of a run with its last checkpoint at step `done`, if any."""
 
     def write(done: int, **fields) -> Path:
-        config = config_of(Config(out_dir=str(tmp_path), **fields))
+        fields = {"out_dir": str(tmp_path), "save_every": 4} | fields
+        config = config_of(Config(**fields))
         (tmp_path / "config.json").write_text(json.dumps(config))
         append_row(tmp_path / "metrics.jsonl", {"step": 0})
         if done:
@@ -304,10 +305,12 @@ def test_resume_starts_in_a_folder_in_which_nothing_was_done(tmp_path):
     assert "config.json cannot be read" in resume_refusal(tmp_path)
 
 
-def test_resume_does_not_start_where_a_run_has_ended_without_checkpoints(stored):
+def test_resume_does_not_restart_a_run_that_ended_or_saves_no_checkpoints(stored):
+    sentence = "has ended or saves no checkpoints (save_every is 0), so there is noth"
+    assert sentence in resume_refusal(stored(0, save_every=0))
     out = stored(0)
     (out / "model").mkdir()
-    assert "has ended, and has no checkpoint to continue from" in resume_refusal(out)
+    assert sentence in resume_refusal(out)
 
 
 def test_other_folders_beside_the_checkpoints_are_ignored(stored):

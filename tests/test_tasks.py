@@ -430,7 +430,7 @@ GOOD_ROW = '{"prompt": "1+1", "answer": "2"}\n'
             r'{"prompt": "1", "answer": "\frac{1}{2}"}',
             r"'\\x0crac' was probably written",
         ),
-        (r'{"prompt": "2 \times 3", "answer": "6"}', r"'\\times' was probably written"),
+        (r'{"prompt": "2\times3", "answer": "6"}', r"'\\times' was probably written"),
         (r'{"prompt": "2", "answer": "\left(2\right)"}', "not a usable .*escape"),
         # Blank lines count, so that the number is that of an editor.
         (
@@ -468,6 +468,8 @@ UNUSABLE_ROWS = r"""
 {"answer": true} -> answer is not a text but 'True'
 {"answer": null, "solution": "2"} -> its solution marks no answer .*column \"answ
 {"answer": "1 and 1\nare 2."} -> several lines and marks no answer
+{"answer": "\\boxed{5"} -> '.*boxed.5' is not an answer that 'math' can read
+{"answer": "5}"} -> '5}' is not an answer that 'math' can read
 {"answer": "#### Step 1\n6*7 = 42"} -> several lines and marks no answer
 {"question": "What is 1+2?"} -> prompt, problem and question differ
 {"Options": ["2", "3"]} -> 'Options' holds a part of the problem
@@ -806,6 +808,9 @@ def test_a_turn_that_the_template_ends_by_text_alone_is_graded_to_its_end(load):
     responses = ["".join(invented), "".join(invented[1:]), "By a user: " + invented[2]]
     assert compute_rewards(dataset, [0], responses) == [0.0, 0.0, 1.0]
     assert [*map(dataset.is_unmarked, responses)] == [False, True, False]
+    # A base model often writes another problem, with its solution.
+    response = "\\boxed{46}\n\n4+5\n\nSolution: \\boxed{9}"
+    assert compute_rewards(load(*own("46")), [0], [response]) == [1.0]
 
 
 # --- several ranks

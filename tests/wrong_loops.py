@@ -97,7 +97,7 @@ the verifier is that of another task
 support.tasks.load_split
 - task.verifier
 + "exact"
-test_loop.test_answers_are_checked_by_the_verifier_of_the_task
+test_loop.test_train_and_eval_use_the_verifier_and_the_instruction_of_the_task
 
 advantages are computed within the wrong groups
 train.sample_batch
@@ -127,7 +127,7 @@ the task's instruction is left out
 support.tasks.load_split
 - problem["prompt"], task.instruction
 + problem["prompt"], None
-test_loop.test_the_instruction_of_a_task_begins_every_prompt_of_train_and_eval
+test_loop.test_train_and_eval_use_the_verifier_and_the_instruction_of_the_task
 
 a base model's beginning-of-sequence token is left out
 support.tasks.encode_prompt
