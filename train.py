@@ -66,8 +66,8 @@ from support.models import check_model
 from support.tasks import Dataset, check_same_on_ranks, load_split
 
 SYNC_CHECK_EVERY = 5  # steps
-# On a CPU a micro-batch keeps at most this many numbers for its backward pass: 4 GB in
-# float32.
+# On a CPU a micro-batch should keep at most about this many numbers for its backward
+# pass: 4 GB in float32.
 MAX_ACTIVATIONS = 2**30
 
 
@@ -228,14 +228,16 @@ def find_objective(
     """Return the objective of this name, a function of the arguments of loss.p3o.
 
     The name is one of loss.LOSSES or module:name. Raises Refused if there is no such
-    objective, or if it does not accept these hyper-parameters.
+    objective, if it does not accept these hyper-parameters, or if its loss has no
+    gradient.
     """
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
         # Try it on zeros. Some objectives keep a state, so a copy is tried.
-        zeros = torch.zeros(4, 1, 2, requires_grad=True)
-        loss = copy.deepcopy(objective)(*zeros, 1.0, **hyper_parameters)  # [1, 2]
-        loss[zeros[0] == 0].sum().backward()
+        logp, *others = torch.zeros(4, 1, 2)
+        logp.requires_grad = True
+        loss = copy.deepcopy(objective)(logp, *others, 1.0, **hyper_parameters)
+        loss[logp == 0].sum().backward()
     except Exception as error:  # the user's module may raise anything
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
@@ -280,9 +282,7 @@ class Run:
             # The setting is global and vLLM resets it, so the engines are built before.
             torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
-            self.policy.parameters(),
-            weight_decay=cfg.weight_decay,
-            fused=True,
+            self.policy.parameters(), weight_decay=cfg.weight_decay, fused=True
         )
         # The results are the checkpoint's step (0 if there is no checkpoint), the
         # metrics of this step, the rollout batches that had been sampled ahead, and the
@@ -373,8 +373,7 @@ def learning_rate(updates_made: int, cfg: Config) -> float:
 
     It rises over the first warmup_updates and is constant afterwards.
     """
-    warm_up = (updates_made + 1) / max(1, cfg.warmup_updates)
-    return min(1.0, warm_up) * cfg.learning_rate
+    return cfg.learning_rate * min(1.0, (updates_made + 1) / max(1, cfg.warmup_updates))
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:

@@ -64,21 +64,20 @@ def check_out_dir(cfg: Config) -> None:
             raise
     out = Path(cfg.out_dir)
     done = max(checkpoints(out), default=0)
-    path = out / "config.json"
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads((out / "config.json").read_text())
         COMMITS.update(stored["commits"])
         stored["steps"] = max(stored["steps"], done)  # An earlier resume raised steps.
     except Exception as error:  # A damaged file raises many types.
         raise Refused(
-            f"--resume: {path} cannot be read: {one_line(error)}; restore it, or copy "
-            "the config.json of a new run with the same flags"
+            f"--resume: {out}/config.json cannot be read: {one_line(error)}; restore "
+            "it, or copy the config.json of a new run with the same flags"
         ) from None
     if not done and (not stored.get("save_every") or (out / "model").exists()):
         raise Refused(
             f"--resume: the run in out_dir {out} has ended or saves no checkpoints "
             "(save_every is 0), so there is nothing to continue from: choose another "
-            "folder"
+            "folder, or delete this one"
         )
     allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
     # With a lag, a run of more steps would have sampled more batches by now. This makes

@@ -145,8 +145,9 @@ class Config(SharedConfig):
     bfloat16 or float16; float16 is closer to float32, but weights and activations above
     65504 overflow; bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
-    """the most tokens in a forward pass, including padding; affects the memory, not the
-    result; lowered on a CPU if the activations would take over 4 GB in float32"""
+    """the most tokens in a forward pass, including padding, except for one longer
+    response; affects the memory, not the result; lowered on a CPU if the activations
+    would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 
@@ -158,8 +159,8 @@ class Config(SharedConfig):
     save_every: NonNegativeInt = 0
     """write a checkpoint every N steps and after the last one; 0: never"""
     resume: bool = False
-    """continue from the newest checkpoint in out_dir; if out_dir is free, or if its run
-    was stopped before its first checkpoint, start from step 1"""
+    """continue from the newest checkpoint in out_dir; start from step 1 if out_dir is
+    free, or if its run saves checkpoints but was stopped before the first one"""
 
     @model_validator(mode="after")
     def check_and_settle(self) -> Self:

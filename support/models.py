@@ -237,9 +237,9 @@ def check_weights(model: str, folder: str, config: Any) -> None:
         raise Refused(
             f"{model}: its weights cannot be read or do not fit its config.json: "
             f"{one_line(error)}; it needs one complete model.safetensors, or shards "
-            "and their index, no other .safetensors files (`git lfs pull` replaces "
-            "pointers, and save_pretrained converts .bin files), and the config.json "
-            "that belongs to them"
+            "and their index (`git lfs pull` replaces pointers, and save_pretrained "
+            "converts .bin files), the config.json that belongs to them, and no other "
+            ".safetensors files"
         ) from None
     embedding_of = built.all_tied_weights_keys  # by the name of the tied head
     for name in sorted({*missing, *unexpected} - {*embedding_of}):

@@ -328,7 +328,7 @@ def check_escapes(text: str) -> None:
     """
     text.encode()  # This fails on half of a character, such as "\ud83d".
     if found := re.search(
-        r"[\b\v\a][a-z]+|\f(?:rac|orall|box)|"
+        r"[\b\a][a-z]+|\v(?:ec|ar[a-z]+|dots|ert|ee)(?![a-z])|\f(?:rac|orall|box)|"
         r"\t(?:ext[a-z]*\{|(?:heta|imes|frac)(?![a-z])|riangle)|"
         r"\r(?:ight(?:arrow|[)}\].|\\])|(?:angle|ho)(?![a-z]))|"
         r"\n(?:(?:abla|otin)(?![a-z])|eq\b)",
@@ -451,11 +451,11 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
             raise ValueError(f"its answer {gold[:60]!r} {fault}")
     # A brace that is not closed, or not opened, ends the box before or after the gold.
     boxed = last_box(rf"\boxed{{{gold}}}")
-    latex = latex_of(boxed)
+    latex = latex_of(boxed) if boxed == gold else ""
     is_readable = {
         "exact": len(gold.split()) == 1,
         "gsm8k": number_of(latex) is not None,
-        "math": boxed == gold and latex != "",
+        "math": latex != "",
     }
     if not is_readable[verifier]:
         raise ValueError(
@@ -472,17 +472,17 @@ class Dataset(NamedTuple):
     prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
-    turn_end: str = ""  # the text between an answer and the next turn or solution
+    # Matches what the model invents after its turn, except for group 1.
+    invented: str = "(?!)()"
 
     def own_turn(self, response: str) -> str:
         """Return the text to grade: from the tag in the prompt to the end of the turn.
 
         If only text separates the turns of a chat, such as "User:", sampling does not
-        stop there, and the next turns are the model's invention. So are the solutions
-        of further problems, which a base model often writes.
+        stop there, and the next turns are the model's invention. So is the next problem
+        with its solution, which a base model often writes after its answer.
         """
-        text = self.opened + response
-        return text.split(self.turn_end)[0] if self.turn_end else text
+        return re.sub(self.invented, r"\1", self.opened + response)
 
     def is_unmarked(self, response: str) -> bool:
         """Return whether a response lacks the \\boxed{} or #### of a math verifier."""
@@ -543,15 +543,17 @@ def load_split(
     # A chat template may itself open the thoughts, at the end of every prompt.
     prompt = tokenizer.decode(prompts[0]).rstrip()
     tag = last_thought_tag(prompt)
-    is_open = tag and tag["begin"] and tag.end() == len(prompt)
+    # (?!) matches nothing: a token ends the turn.
+    turn_end = re.escape(text_after_answer(tokenizer, 3).rstrip()) or "(?!)"
     return Dataset(
         [*compress(problems, fits)],
         [*compress(prompts, fits)],
         verifier or task.verifier,
-        opened=tag[0] if is_open else "",
-        turn_end=text_after_answer(tokenizer, 3).rstrip()
+        opened=tag[0] if tag and tag["begin"] and tag.end() == len(prompt) else "",
+        invented=rf"(?s)(){turn_end}.*"
         if tokenizer.chat_template
-        else "\n\nSolution:",
+        # The atomic group, (?>...), never tries a later mark, so no text takes long.
+        else r"(?s)^((?>.*?(?:\\boxed|####)).*?)\n\nSolution:.*",
     )
 
 

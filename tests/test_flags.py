@@ -64,13 +64,15 @@ def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
 
 def test_a_flag_sets_its_field(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")  # ~ in a shell
-    flags = "--objective_args=eps=0.4 --objective_args c=3 --resume --model=~/runs/x"
+    flags = (
+        "--objective_args=a=0.4 --objective_args c=3 --resume --model=~/x --task=~/x"
+    )
     cfg = Config.from_flags(flags.split())
-    assert cfg.objective_args == {"eps": 0.4, "c": 3}
+    assert cfg.objective_args == {"a": 0.4, "c": 3}
     assert cfg.resume
-    evaluated = EvalConfig.from_flags(["--task=gsm8k,~/math", "--out_dir=~/runs/x"])
+    evaluated = EvalConfig.from_flags(["--task=gsm8k,~/math", "--out_dir=~/x"])
     assert evaluated.task == ["gsm8k", "/home/someone/math"]
-    assert cfg.model == evaluated.out_dir == "/home/someone/runs/x"
+    assert cfg.model == cfg.task == evaluated.out_dir == "/home/someone/x"
 
 
 # The bounds of grpo's clip are 1 - eps and 1 + eps, which cross if eps is below 0.

@@ -803,14 +803,13 @@ def test_a_turn_that_the_template_ends_by_text_alone_is_graded_to_its_end(load):
     # No token stops the model there. The box of the turn that it invents is not graded.
     turns = "{% for m in messages %}{{m.role}}: {{m.content}}\n\n{% endfor %}assistant:"
     dataset = load({"prompt": "1+1", "answer": "46"}, template=turns)
-    assert dataset.turn_end == "\n\nuser:"
     invented = r"\boxed{9}", "\n\nuser: 40+6\n\n", r"assistant: \boxed{46}"
     responses = ["".join(invented), "".join(invented[1:]), "By a user: " + invented[2]]
     assert compute_rewards(dataset, [0], responses) == [0.0, 0.0, 1.0]
     assert [*map(dataset.is_unmarked, responses)] == [False, True, False]
     # A base model often writes another problem, with its solution.
-    response = "\\boxed{46}\n\n4+5\n\nSolution: \\boxed{9}"
-    assert compute_rewards(load(*own("46")), [0], [response]) == [1.0]
+    responses = "#### 46\n\n4+5\n\nSolution: #### 9", "6*8\n\nSolution: \\boxed{46}"
+    assert compute_rewards(load(*own("46")), [0], responses) == [1.0, 1.0]
 
 
 # --- several ranks
