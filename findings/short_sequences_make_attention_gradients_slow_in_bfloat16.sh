@@ -3,7 +3,7 @@
 # take about as long in bfloat16 as in float32, or less, both forward and backward.
 #
 # The forward pass does. But on short sequences the backward pass takes several times as
-# long in bfloat16: eight times with 16 tokens and heads of 32, and three to four times
+# long in bfloat16: eight times with 16 tokens and heads of 32, and three or four times
 # with 32 to 128 tokens. With 512 tokens the two dtypes are nearly equal. An update of
 # SmolLM2-135M on sequences of 65 tokens spent 0.16 of its time there in bfloat16, and
 # 0.04 in float32.
