@@ -389,7 +389,7 @@ def test_the_pages_say_which_runs_collapse():
     sentences = """**In the last two rows REINFORCE collapses; P3O and GRPO do not.**
         With 16 updates this depends on the learning rate: at 1e-4 one of nine runs
         collapses (REINFORCE), and at 4e-4 all do. At 2e-4, P3O collapsed in two of
-        three further runs differing only by rounding."""
+        three further repeats with other rounding."""
     assert says(FRONT, sentences)
     p3o, grpo = (collapses(repeats(name, "32 updates")) for name in FRONT_COLUMNS[:2])
     assert says(PAGE, f"at 2e-4, P3O collapses in {p3o} runs, and GRPO 0.2 in {grpo}.")
@@ -553,5 +553,6 @@ def test_the_page_counts_the_intervals_that_exclude_0():
     assert says(PAGE, f"{every} intervals of the difference between P3O and another")
     assert says(PAGE, f"{clear} of them exclude 0, {above} in P3O's favor")
     every, clear, above = count_intervals(rivals)
-    text = f"Among {every} further intervals, {clear} exclude 0, {above} in"
+    text = f"""Among {every} intervals for the neighbors and two other ways to measure
+        e_B, {clear} exclude 0, {above} in P3O's favor."""
     assert says(PAGE, text)
