@@ -114,8 +114,7 @@ def prepare_cpu(ranks_of_node: int) -> None:
     would use no more. By default glibc returns freed memory to the system, so that the
     next update's allocations cause page faults, which cost time.
     """
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // ranks_of_node))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node))
     libc = ctypes.CDLL(None)
     # Larger blocks, in bytes, are returned to the system when they are freed. This is
     # the highest value that glibc accepts.

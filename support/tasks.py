@@ -27,6 +27,7 @@ from support.command import Refused, one_line
 from support.hub import COMMITS, explain, split_revision
 
 BUILT_IN_VERIFIERS = ("exact", "gsm8k", "math")  # of reward.VERIFIERS
+BASE_PROMPT_END = "\n\nSolution:"  # ends the prompt of a model without a chat template
 
 
 @dataclass(config={"extra": "forbid"})
@@ -450,8 +451,7 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
         if re.search(pattern, gold):
             raise ValueError(f"its answer {gold[:60]!r} {fault}")
     # A brace that is not closed, or not opened, ends the box before or after the gold.
-    boxed = last_box(rf"\boxed{{{gold}}}")
-    latex = latex_of(boxed) if boxed == gold else ""
+    latex = latex_of(gold) if last_box(rf"\boxed{{{gold}}}") == gold else ""
     is_readable = {
         "exact": len(gold.split()) == 1,
         "gsm8k": number_of(latex) is not None,
@@ -472,8 +472,7 @@ class Dataset(NamedTuple):
     prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
     opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
-    # Matches what the model invents after its turn, except for group 1.
-    invented: str = "(?!)()"
+    own: str = "(?s).*"  # matches the model's own turn, at the beginning of a text
 
     def own_turn(self, response: str) -> str:
         """Return the text to grade: from the tag in the prompt to the end of the turn.
@@ -482,7 +481,7 @@ class Dataset(NamedTuple):
         stop there, and the next turns are the model's invention. So is the next problem
         with its solution, which a base model often writes after its answer.
         """
-        return re.sub(self.invented, r"\1", self.opened + response)
+        return re.match(self.own, self.opened + response)[0]
 
     def is_unmarked(self, response: str) -> bool:
         """Return whether a response lacks the \\boxed{} or #### of a math verifier."""
@@ -543,17 +542,16 @@ def load_split(
     # A chat template may itself open the thoughts, at the end of every prompt.
     prompt = tokenizer.decode(prompts[0]).rstrip()
     tag = last_thought_tag(prompt)
-    # (?!) matches nothing: a token ends the turn.
-    turn_end = re.escape(text_after_answer(tokenizer, 3).rstrip()) or "(?!)"
+    turn_end = re.escape(text_after_answer(tokenizer, 3).rstrip()) or r"\Z"
     return Dataset(
         [*compress(problems, fits)],
         [*compress(prompts, fits)],
         verifier or task.verifier,
         opened=tag[0] if tag and tag["begin"] and tag.end() == len(prompt) else "",
-        invented=rf"(?s)(){turn_end}.*"
+        own=rf"(?s).*?(?={turn_end}|\Z)"
         if tokenizer.chat_template
-        # The atomic group, (?>...), never tries a later mark, so no text takes long.
-        else r"(?s)^((?>.*?(?:\\boxed|####)).*?)\n\nSolution:.*",
+        # up to the next problem's solution, if there is an answer before it
+        else rf"(?s).*?(?:\\boxed|####).*?(?={BASE_PROMPT_END}|\Z)|.*",
     )
 
 
@@ -598,7 +596,9 @@ def encode_prompt(
     """
     text = f"{instruction}\n\n{problem}" if instruction else problem
     if not tokenizer.chat_template:
-        token_ids = tokenizer.encode(f"{text}\n\nSolution:", add_special_tokens=True)
+        token_ids = tokenizer.encode(
+            f"{text}{BASE_PROMPT_END}", add_special_tokens=True
+        )
         # Some tokenizers append their end-of-sequence token.
         while token_ids[-1] in tokenizer.all_special_ids:
             token_ids.pop()

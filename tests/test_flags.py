@@ -64,9 +64,7 @@ def test_no_variable_of_the_environment_sets_a_field(monkeypatch):
 
 def test_a_flag_sets_its_field(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")  # ~ in a shell
-    flags = (
-        "--objective_args=a=0.4 --objective_args c=3 --resume --model=~/x --task=~/x"
-    )
+    flags = "--objective_args=a=.4 --objective_args c=3 --resume --model=~/x --task=~/x"
     cfg = Config.from_flags(flags.split())
     assert cfg.objective_args == {"a": 0.4, "c": 3}
     assert cfg.resume
