@@ -65,10 +65,10 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
     # Imported here because it takes half a second and train.py does not need it.
     from scipy.stats import bootstrap
 
-    low, high = bootstrap(
+    result = bootstrap(
         [[*passes, 0, 1]], np.mean, method="percentile", rng=0, batch=100
-    ).confidence_interval
-    return {"value": float(np.mean(passes)), "interval": [float(low), float(high)]}
+    )
+    return {"value": np.mean(passes), "interval": [*result.confidence_interval]}
 
 
 def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
@@ -137,8 +137,9 @@ def heldout_accuracy(
         results = evaluate(
             engine, heldout, temperature=temperature, max_tokens=max_tokens
         )
-        is_solved = [result["rewards"] == [1.0] for result in results]
-        accuracies[f"heldout_{name}"] = float(np.mean(is_solved))
+        accuracies[f"heldout_{name}"] = np.mean(
+            [result["rewards"] == [1.0] for result in results]
+        )
     return accuracies
 
 

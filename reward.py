@@ -80,7 +80,8 @@ def score(
     compared on this machine.
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
-    return [float(verdict) for verdict in verify(responses, answers)]
+    # Rounding makes a reward of 0.7 + 0.2 + 0.1, which is 0.9999999999999999, 1.
+    return [round(float(verdict), 9) for verdict in verify(responses, answers)]
 
 
 def compute_rewards(

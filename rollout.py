@@ -261,21 +261,22 @@ class Engine:
         """
         prompts = [each.prompt_token_ids for each in outputs for _ in each.outputs]
         responses = [response for output in outputs for response in output.outputs]
-        listed_tokens, listed_logp = [], []
         # At each position vLLM lists the sampled token, then the K most likely ones.
         shape = -1, 1 + self.top_logprobs
-        for response in responses:
-            listed = response.logprobs
+
+        def read(values: list, dtype: type) -> torch.Tensor:  # [T, 1 + K]
             # numpy reads a list faster than torch does.
-            token_ids = np.array(listed.token_ids, dtype=np.int64)
-            listed_tokens.append(torch.from_numpy(token_ids.reshape(shape)))
-            logp = np.array(listed.logprobs, dtype=np.float32)
-            listed_logp.append(torch.from_numpy(logp.reshape(shape)))
+            return torch.from_numpy(np.array(values, dtype).reshape(shape))
+
         pad = partial(pad_sequence, batch_first=True)
-        all_tokens = pad(listed_tokens, padding_value=-1)  # [N, T, 1 + K]
-        all_logp = pad(listed_logp)  # [N, T, 1 + K]
+        all_tokens = pad(  # [N, T, 1 + K]
+            [read(r.logprobs.token_ids, np.int64) for r in responses], padding_value=-1
+        )
+        all_logp = pad(  # [N, T, 1 + K]
+            [read(r.logprobs.logprobs, np.float32) for r in responses]
+        )
         sequences = [
-            torch.tensor(prompt + list(response.token_ids))
+            torch.tensor([*prompt, *response.token_ids])
             for prompt, response in zip(prompts, responses, strict=True)
         ]
         # A ValueError here means that the weights changed during sampling.

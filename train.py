@@ -228,16 +228,24 @@ def find_objective(
     """Return the objective of this name, a function of the arguments of loss.p3o.
 
     The name is one of loss.LOSSES or module:name. Raises Refused if there is no such
-    objective, if it does not accept these hyper-parameters, or if its loss has no
-    gradient.
+    objective, if it does not accept these hyper-parameters, or if the gradient of its
+    loss is missing or has the wrong sign.
     """
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
-        # Try it on zeros. Some objectives keep a state, so a copy is tried.
-        logp, *others = torch.zeros(4, 1, 2)
+        # Try it on two tokens with a ratio of 1 and the advantages 1 and 0. Some
+        # objectives keep a state, so a copy is tried.
+        logp, zeros = torch.zeros(2, 1, 2)
         logp.requires_grad = True
-        loss = copy.deepcopy(objective)(logp, *others, 1.0, **hyper_parameters)
+        loss = copy.deepcopy(objective)(
+            logp, zeros, torch.eye(1, 2), zeros, 1.0, **hyper_parameters
+        )
         loss[logp == 0].sum().backward()
+        if logp.grad.diff() < 0:
+            raise ValueError(
+                "it makes a token with a positive advantage less likely (is its first "
+                "argument log pi_b, or does its loss lack a minus sign?)"
+            )
     except Exception as error:  # the user's module may raise anything
         raise Refused(
             f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "

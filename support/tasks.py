@@ -174,7 +174,12 @@ GOLD_FAULTS = {
     | ^<[a-z]\w+[ :].*>$ | ^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
-    r"^(?!.*\\begin).*\n": "has several lines and marks no answer by \\boxed{} or ####",
+    # Several lines; "24 clips in May, so 72 in all"; "72. I hope it is correct."
+    r"""(?ix)^(?!.*\\begin).*\n | \bhope[ ]it[ ]is\b | .(?:因[为此]|所以)
+    | [\w$)}]\W+(?:because|hence|since|so|therefore|thus)\s+[\w$(\\]""": (
+        "reads like a solution (it has several lines, or words such as so) but marks "
+        "no answer by \\boxed{} or ####"
+    ),
 }
 # Matches a place for the problem in an instruction.
 PLACEHOLDER = re.compile(

@@ -100,6 +100,7 @@ REFUSED_FLAGS = """
 --objective=tools.objectives:dapo --objective_args=eps_low=-1 -> both
 --objective=builtins:print -> no objective 'builtins:print' that takes
 --objective=test_objectives:detached -> does not require grad
+--objective=test_objectives:exchanged -> is its first argument log pi_b, or does its
 --minibatches=3 -> prompts_per_step is 32: give a multiple of 6
 """
 

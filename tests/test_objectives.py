@@ -386,6 +386,10 @@ def detached(logp, *others):
     return others[0] - logp.detach()
 
 
+def exchanged(logp_behavior, logp, *others):
+    return LOSSES["grpo"](logp, logp_behavior, *others)
+
+
 def test_find_objective_tries_a_copy_and_leaves_the_objective_unchanged():
     found = find_objective("test_objectives:counting", {})
     assert counting.calls == 0

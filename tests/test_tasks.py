@@ -467,10 +467,13 @@ UNUSABLE_ROWS = r"""
 {"answer": ["2"]} -> answer is not a text but \"\['2'\]\"
 {"answer": true} -> answer is not a text but 'True'
 {"answer": null, "solution": "2"} -> its solution marks no answer .*column \"answ
-{"answer": "1 and 1\nare 2."} -> several lines and marks no answer
+{"answer": "1 and 1\nare 2."} -> several lines, .* but marks no answer
+{"answer": "24 clips in May, so 72 in all"} -> reads like a solution
+{"answer": "72, because 48 + 24 = 72"} -> reads like a solution
+{"answer": "The final answer is 72. I hope it is correct."} -> reads like a solution
 {"answer": "\\boxed{5"} -> '.*boxed.5' is not an answer that 'math' can read
 {"answer": "5}"} -> '5}' is not an answer that 'math' can read
-{"answer": "#### Step 1\n6*7 = 42"} -> several lines and marks no answer
+{"answer": "#### Step 1\n6*7 = 42"} -> several lines, .* but marks no answer
 {"question": "What is 1+2?"} -> prompt, problem and question differ
 {"Options": ["2", "3"]} -> 'Options' holds a part of the problem
 {"decoded_image": "x.png"} -> 'decoded_image' holds a part
@@ -628,18 +631,19 @@ def test_golds_that_are_containers_or_say_that_there_is_no_answer_are_refused():
 
 
 def length_of_digits(responses: list[str], golds: list[str]) -> list[float]:
-    """Give the length of a response of digits, as a share of the gold's length."""
+    """Give a share of the reward for each digit, as many as the gold has characters."""
     pairs = zip(responses, golds, strict=True)
-    return [len(text) * text.isdigit() / len(gold) for text, gold in pairs]
+    return [sum([text.isdigit() / len(gold)] * len(text)) for text, gold in pairs]
 
 
 def test_a_verifier_of_ones_own_gets_whole_golds_and_gives_parts_of_a_reward(load):
     gold = "  x = 1  #### 3 spaces\nprint(x) \\boxed{2}"
-    rows = [*own("1234", "56"), {"prompt": "Write.", "answer": gold}]
+    rows = [*own("0123456789", "56"), {"prompt": "Write.", "answer": gold}]
     dataset = load(*rows, verifier="test_tasks:length_of_digits")
     assert dataset.problems[2]["answer"] == gold
     check_verifier(dataset)
-    responses = ["12", "1234", "", "5"]
+    # In floating point the sum of ten times 0.1 is 0.9999999999999999.
+    responses = ["01234", "0123456789", "", "5"]
     assert compute_rewards(dataset, [0, 1], responses) == [0.5, 1.0, 0.0, 0.5]
     sentence = "test_tasks:length_of_digits fails on the response '123' with the gold"
     with pytest.raises(Stopped, match=f"{sentence} answer '56': it gave .1.5."):
