@@ -117,7 +117,7 @@ def evaluate(
         for first in range(0, len(rollouts.text), samples)
     ]
     ranks = dist.get_world_size()
-    gathered: list = [None] * ranks
+    gathered = [None] * ranks
     dist.all_gather_object(gathered, own)
     # Rank r of w has the problems r, r + w, ...
     return [gathered[i % ranks][i // ranks] for i in range(len(dataset.prompts))]
@@ -205,8 +205,7 @@ def main() -> None:
     if is_first:
         estimates = estimate(correct, cfg.samples)
         path = out / "results.json"
-        results = {"pass@k": estimates, "correct": correct}
-        path.write_text(json.dumps(results, indent=1))
+        path.write_text(json.dumps({"pass@k": estimates, "correct": correct}, indent=1))
         for task, by_k in estimates.items():
             for k, passed in by_k.items():
                 low, high = passed["interval"]

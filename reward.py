@@ -80,8 +80,8 @@ def score(
     compared on this machine.
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
-    # Rounding makes a reward of 0.7 + 0.2 + 0.1, which is 0.9999999999999999, 1.
-    return [round(float(verdict), 9) for verdict in verify(responses, answers)]
+    # In floating point 0.7 + 0.2 + 0.1 is below 1, the reward of a perfect response.
+    return [round(float(verdict), 6) for verdict in verify(responses, answers)]
 
 
 def compute_rewards(
@@ -94,8 +94,11 @@ def compute_rewards(
     or the user's own verifier fails.
     """
     samples = len(responses) // len(indices)
-    turns = [dataset.own_turn(response) for response in responses]
-    return checked_score(turns, dataset.golds(indices, samples), dataset.verifier)
+    return checked_score(
+        [dataset.own_turn(response) for response in responses],
+        dataset.golds(indices, samples),
+        dataset.verifier,
+    )
 
 
 # Matches the names of the first two parameters of a function that does not take

@@ -185,8 +185,9 @@ class Engine:
                 f"vLLM cannot build an engine for {model} with kv_cache_gb "
                 f"{kv_cache_gb}: {one_line(error)}"
             ) from error
-        vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
-        self.top_logprobs = min(top_logprobs, vocabulary)
+        self.top_logprobs = min(
+            top_logprobs, self.llm.llm_engine.model_config.get_vocab_size()
+        )
         if tp > 1 and not cuda:
             unlink_shared_memory()
             # Drop the message queue that vLLM makes for these ranks: it is not used.

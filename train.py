@@ -136,8 +136,9 @@ def update(
     all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
-    max_tokens = max_micro_batch_tokens(cfg, policy)
-    *others, last = micro_batches(rollouts, rows, max_tokens, device)
+    *others, last = micro_batches(
+        rollouts, rows, max_micro_batch_tokens(cfg, policy), device
+    )
 
     # Compute e_B first: it needs rho of all tokens of B. Only the last micro-batch
     # keeps its graph here; the others are run again below, with a gradient. A batch
@@ -212,8 +213,9 @@ def sample_batch(
             top_k=cfg.top_k,
         )
     with log.phase("reward"):
-        rewards = compute_rewards(train, indices, rollouts.text)
-        rollouts.reward = torch.tensor(rewards)  # [N]
+        rollouts.reward = torch.tensor(  # [N]
+            compute_rewards(train, indices, rollouts.text)
+        )
         rollouts.gold = train.golds(indices, cfg.group_size)  # [N]
         group_reward = rollouts.reward.view(-1, cfg.group_size)  # [P, G]
         advantage = group_advantage(group_reward, cfg.scale_advantage)  # (3), [P, G]
@@ -233,22 +235,26 @@ def find_objective(
     """
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
-        # Try it on two tokens with a ratio of 1 and the advantages 1 and 0. Some
+        # Try it on two responses of one token, with the advantages 1 and -1. Some
         # objectives keep a state, so a copy is tried.
-        logp, zeros = torch.zeros(2, 1, 2)
-        logp.requires_grad = True
+        logp = torch.full((2, 1), -1.0, requires_grad=True)
         loss = copy.deepcopy(objective)(
-            logp, zeros, torch.eye(1, 2), zeros, 1.0, **hyper_parameters
+            logp,
+            logp.detach(),
+            torch.tensor([[1.0], [-1.0]]),
+            torch.zeros(2, 1),
+            1.0,
+            **hyper_parameters,
         )
-        loss[logp == 0].sum().backward()
-        if logp.grad.diff() < 0:
+        good, bad = torch.autograd.grad(loss[logp < 0].sum(), logp)[0]
+        if not good < bad:
             raise ValueError(
-                "it makes a token with a positive advantage less likely (is its first "
-                "argument log pi_b, or does its loss lack a minus sign?)"
+                "its loss does not favor a token with advantage 1 over one with -1 (is "
+                "log pi_b its first argument, or does the loss lack a minus sign?)"
             )
     except Exception as error:  # the user's module may raise anything
         raise Refused(
-            f"there is no objective {name!r} that takes {hyper_parameters}: {error}; "
+            f"the objective {name!r} with {hyper_parameters} cannot be used: {error}; "
             f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
         ) from None
     return partial(objective, **hyper_parameters)
@@ -311,8 +317,7 @@ def load_data(cfg: Config) -> tuple[Any, Dataset, Dataset, int]:
     """
     tokenizer, context_length = check_model(cfg.model, cfg.rollout_tp, to_train=True)
     room = context_length - cfg.max_response_tokens
-    if cfg.max_prompt_tokens:
-        room = min(room, cfg.max_prompt_tokens)
+    room = min(room, cfg.max_prompt_tokens or room)
     load = partial(
         load_split,
         cfg.task,
@@ -353,8 +358,7 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
         top_logprobs=cfg.top_logprobs,
         can_sleep=True,
     )
-    evaluator = engine if cfg.rollout_quantization == "none" else build()
-    return engine, evaluator
+    return engine, engine if cfg.rollout_quantization == "none" else build()
 
 
 def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
@@ -394,11 +398,12 @@ def problem_indices(seed: int, problem_count: int, groups: Iterable[int]) -> lis
 
     Groups are numbered from the start of the run. Each epoch has its own order.
     """
-    shuffled = {}
-    for epoch in {group // problem_count for group in groups}:
-        shuffled[epoch] = random.Random(f"{seed} {epoch}").sample(
+    shuffled = {
+        epoch: random.Random(f"{seed} {epoch}").sample(
             range(problem_count), problem_count
         )
+        for epoch in {group // problem_count for group in groups}
+    }
     return [shuffled[group // problem_count][group % problem_count] for group in groups]
 
 

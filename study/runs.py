@@ -130,11 +130,6 @@ def take_cores(shares: multiprocessing.Queue) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def core_shares(cores: list[int], workers: int) -> list[set[int]]:
-    """Return the cores of each worker: all cores if it would have none of its own."""
-    return [set(cores[worker::workers] or cores) for worker in range(workers)]
-
-
 def attempt(job: tuple[Cell, list[str]]) -> tuple[Cell, RunRecord | None, str]:
     """Make a run; return its cell, its record and, if it failed, the reason."""
     try:
@@ -168,8 +163,8 @@ def run_grid(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     context = multiprocessing.get_context("fork")
     shares = context.Queue()
-    for share in core_shares(cores, workers):
-        shares.put(share)
+    for worker in range(workers):
+        shares.put(cores[worker::workers] or cores)
     failed = 0
     with context.Pool(workers, take_cores, (shares,)) as pool:
         outcomes = pool.imap_unordered(attempt, jobs)

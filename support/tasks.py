@@ -174,12 +174,14 @@ GOLD_FAULTS = {
     | ^<[a-z]\w+[ :].*>$ | ^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
-    # Several lines; "24 clips in May, so 72 in all"; "72. I hope it is correct."
-    r"""(?ix)^(?!.*\\begin).*\n | \bhope[ ]it[ ]is\b | .(?:因[为此]|所以)
-    | [\w$)}]\W+(?:because|hence|since|so|therefore|thus)\s+[\w$(\\]""": (
-        "reads like a solution (it has several lines, or words such as so) but marks "
-        "no answer by \\boxed{} or ####"
-    ),
+    r"""(?ix)^(?!.*\\begin).*\n | \bhope[ ](?:it|this)(?:[ ]is|'s)\b
+    # 72, because 48+24=72; 72 since 48+24=72; but not 12 days since departure
+    | [\w$)}]\W+(?:because|therefore|thus(?![ ]far))[,:]?\s+\S | \w\W+since\s.*[=<>]
+    # 24 clips in May, so 72 in all; but not 45 pages so far or SO (3)
+    | [,.;][$\s]+(?-i:[Ss]o|[Hh]ence)[,:]?\s+(?!far\b|that\b|m(?:any|uch)\b)\S
+    # the same words in Chinese; but not 原因为 (the reason is)
+    | [∵∴] | (?:^|[\W\d])(?:因[为此為]|所以)
+    """: "has several lines or a word such as 'so': give only the result of this text",
 }
 # Matches a place for the problem in an instruction.
 PLACEHOLDER = re.compile(

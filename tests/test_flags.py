@@ -95,12 +95,12 @@ REFUSED_FLAGS = """
 --objective=ppo -> objective 'ppo'
 --objective=tools.objectives:none -> no attribute 'none'
 --objective_args=eps=0.4 -> unexpected keyword argument 'eps'
---objective=grpo --objective_args=eps=nan -> takes {'eps': 'nan'}:
+--objective=grpo --objective_args=eps=nan -> with {'eps': 'nan'} cannot be used:
 --objective=grpo --objective_args=eps=-1 -> eps is -1.0: the clip
 --objective=tools.objectives:dapo --objective_args=eps_low=-1 -> both
---objective=builtins:print -> no objective 'builtins:print' that takes
+--objective=builtins:print -> the objective 'builtins:print' with {} cannot be used
 --objective=test_objectives:detached -> does not require grad
---objective=test_objectives:exchanged -> is its first argument log pi_b, or does its
+--objective=test_objectives:exchanged -> is log pi_b its first argument, or does the
 --minibatches=3 -> prompts_per_step is 32: give a multiple of 6
 """
 

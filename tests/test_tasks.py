@@ -467,13 +467,10 @@ UNUSABLE_ROWS = r"""
 {"answer": ["2"]} -> answer is not a text but \"\['2'\]\"
 {"answer": true} -> answer is not a text but 'True'
 {"answer": null, "solution": "2"} -> its solution marks no answer .*column \"answ
-{"answer": "1 and 1\nare 2."} -> several lines, .* but marks no answer
-{"answer": "24 clips in May, so 72 in all"} -> reads like a solution
-{"answer": "72, because 48 + 24 = 72"} -> reads like a solution
-{"answer": "The final answer is 72. I hope it is correct."} -> reads like a solution
+{"answer": "1 and 1\nare 2."} -> has several lines or a word such as
 {"answer": "\\boxed{5"} -> '.*boxed.5' is not an answer that 'math' can read
 {"answer": "5}"} -> '5}' is not an answer that 'math' can read
-{"answer": "#### Step 1\n6*7 = 42"} -> several lines, .* but marks no answer
+{"answer": "#### Step 1\n6*7 = 42"} -> has several lines or a word such as
 {"question": "What is 1+2?"} -> prompt, problem and question differ
 {"Options": ["2", "3"]} -> 'Options' holds a part of the problem
 {"decoded_image": "x.png"} -> 'decoded_image' holds a part
@@ -600,7 +597,14 @@ FiniteSet(1, 2) | {34: 1} | [$34$] | [\frac{1}{2}] | [34, None] | [A] | 34 ||| 3
 $34$|||$35$|||36 | Union(Interval(0, 1), Interval(2, 3))
 Row(answer=34) | Word(text='A') | Answer(A)
 """
+SOLUTIONS = r"""
+72, because 48 + 24 = 72 | 72 since 48+24=72 | 24 clips in May, so 72 in all
+x<0, so |x|=5 | 48+24=72; thus, 72 | 48+24=72. Hence 72 | 48+24=72, therefore, 72
+I hope it's correct | $x=2$, so $y=3$ | x>0，所以x=5 | 因此x=5 | ∵x>0，∴x=2
+"""
 GOLDS = r"""
+45\text{ pages so far} | 12 days since departure | AS = SO \sqrt{2} | \mathfrak{so}(3)
+\text{all } n \text{ so that } 3 \mid n | Therefore 72 | thus far 7 | 原因为温度
 Na | -5 | no | [2,5] | [1,2,3] | (1,2) | \{1,2\} | <1,2> | <x,y> | f(2) | Log(2) | A(3)
 y^{''} | 5'10" | A' | np.arcsin(1./2) | \emptyset | \text{None of these} | undefined
 [0, 1) | x=[2] | \{x: x>2\} | True | no solution | unknown | 12:30 | nat | square
@@ -611,10 +615,11 @@ max([1, 2]) | prob(sum=7) | Value(f) | error | #3 | 5!!
 """
 
 
-def test_golds_that_are_containers_or_say_that_there_is_no_answer_are_refused():
+def test_golds_that_are_containers_or_solutions_or_say_there_is_none_are_refused():
     for lines, fault in (
         (GOLDS_WITHOUT_ANSWER, "says that there is no answer"),
         (CONTAINERS, "is a list or another object as text"),
+        (SOLUTIONS, "has several lines or a word such as 'so'"),
         (GOLDS, None),
     ):
         for gold in cells_of(lines):
@@ -631,20 +636,20 @@ def test_golds_that_are_containers_or_say_that_there_is_no_answer_are_refused():
 
 
 def length_of_digits(responses: list[str], golds: list[str]) -> list[float]:
-    """Give a share of the reward for each digit, as many as the gold has characters."""
+    """Give the length of a response of digits, as a share of the gold's length."""
     pairs = zip(responses, golds, strict=True)
-    return [sum([text.isdigit() / len(gold)] * len(text)) for text, gold in pairs]
+    return [len(text) * text.isdigit() * (1 / len(gold)) for text, gold in pairs]
 
 
 def test_a_verifier_of_ones_own_gets_whole_golds_and_gives_parts_of_a_reward(load):
     gold = "  x = 1  #### 3 spaces\nprint(x) \\boxed{2}"
-    rows = [*own("0123456789", "56"), {"prompt": "Write.", "answer": gold}]
+    rows = [*own("7" * 49, "56"), {"prompt": "Write.", "answer": gold}]
     dataset = load(*rows, verifier="test_tasks:length_of_digits")
     assert dataset.problems[2]["answer"] == gold
     check_verifier(dataset)
-    # In floating point the sum of ten times 0.1 is 0.9999999999999999.
-    responses = ["01234", "0123456789", "", "5"]
-    assert compute_rewards(dataset, [0, 1], responses) == [0.5, 1.0, 0.0, 0.5]
+    # In floating point 49 * (1 / 49) is 0.9999999999999999.
+    rewards = compute_rewards(dataset, [0, 1], ["7" * 7, "7" * 49, "", "5"])
+    assert rewards == [round(1 / 7, 6), 1.0, 0.0, 0.5]
     sentence = "test_tasks:length_of_digits fails on the response '123' with the gold"
     with pytest.raises(Stopped, match=f"{sentence} answer '56': it gave .1.5."):
         compute_rewards(dataset, [0, 1], ["1", "123"])
