@@ -15,7 +15,7 @@ resumes.jsonl, curves.png, checkpoints/, model/}. These terms are used throughou
                     `minibatches` of them
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
-                    the memory, not the result
+                    the memory, and the result only by rounding
     lag             the number of steps between sampling a rollout batch and its step
     weights "7"     the weights after step 7; weights "0" are the initial ones
     collective      a function that all ranks have to call together

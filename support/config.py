@@ -146,8 +146,8 @@ class Config(SharedConfig):
     65504 overflow; bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
     """the most tokens in a forward pass, including padding, except for one longer
-    response; affects the memory, not the result; lowered on a CPU if the activations
-    would take over 4 GB in float32"""
+    response; affects the memory, and the result only by rounding; lowered on a CPU if
+    the activations would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 
