@@ -178,6 +178,10 @@ def run_grid(
                 file.write(json.dumps(run) + "\n")
             accuracies = [round(value, 2) for _, value in series(run, "heldout_pass@1")]
             print(f"{title}  {accuracies}  {run['seconds']:.0f} s", flush=True)
+        # At its end the with-block sends SIGTERM to the workers, and a worker that is
+        # still starting can miss it. So we let all of them end by themselves first.
+        pool.close()
+        pool.join()
     if failed:
         raise Refused(
             f"{failed} of the runs failed, for the reasons above; {path} has the others"
