@@ -72,8 +72,9 @@ def score(
     """Return 1.0 for each response whose final answer is the gold answer, else 0.0.
 
     responses and answers have the same length. verifier is "exact", "gsm8k", "math" or
-    module:name, a function of these two lists that returns numbers in [0, 1]. With the
-    first three, a reward depends only on its own response and answer.
+    module:name, a function of these two lists that returns numbers in [0, 1], which are
+    rounded to six decimals. With the first three, a reward depends only on its own
+    response and answer.
 
     Raises ValueError if the lengths differ. If there is no such verifier, raises
     ValueError, ImportError or AttributeError. Raises RuntimeError if formulas cannot be

@@ -235,22 +235,20 @@ def find_objective(
     """
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
-        # Try it on two responses of one token, with the advantages 1 and -1. Some
-        # objectives keep a state, so a copy is tried.
-        logp = torch.full((2, 1), -1.0, requires_grad=True)
+        # Try it on a good and a bad response, with ratios of 1. Some objectives keep a
+        # state, so a copy is tried.
+        logp, logp_behavior, kl = torch.zeros(3, 2, 2)
+        logp.requires_grad = True
+        advantage = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
         loss = copy.deepcopy(objective)(
-            logp,
-            logp.detach(),
-            torch.tensor([[1.0], [-1.0]]),
-            torch.zeros(2, 1),
-            1.0,
-            **hyper_parameters,
+            logp, logp_behavior, advantage, kl, 1.0, **hyper_parameters
         )
-        good, bad = torch.autograd.grad(loss[logp < 0].sum(), logp)[0]
-        if not good < bad:
+        loss[logp == 0].sum().backward()
+        good, bad = logp.grad.sum(dim=1)
+        if good > bad:
             raise ValueError(
-                "its loss does not favor a token with advantage 1 over one with -1 (is "
-                "log pi_b its first argument, or does the loss lack a minus sign?)"
+                "its loss favors responses with a negative advantage (is log pi_b its "
+                "first argument, or does the loss lack a minus sign?)"
             )
     except Exception as error:  # the user's module may raise anything
         raise Refused(
@@ -358,7 +356,7 @@ def build_engines(cfg: Config, max_model_len: int) -> tuple[Engine, Engine]:
         top_logprobs=cfg.top_logprobs,
         can_sleep=True,
     )
-    return engine, engine if cfg.rollout_quantization == "none" else build()
+    return engine, (engine if cfg.rollout_quantization == "none" else build())
 
 
 def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:

@@ -174,14 +174,17 @@ GOLD_FAULTS = {
     | ^<[a-z]\w+[ :].*>$ | ^<([a-z]+)>.*</\2>$""": (
         "is a list or another object as text: give the answer that it contains"
     ),
-    r"""(?ix)^(?!.*\\begin).*\n | \bhope[ ](?:it|this)(?:[ ]is|'s)\b
-    # 72, because 48+24=72; 72 since 48+24=72; but not 12 days since departure
-    | [\w$)}]\W+(?:because|therefore|thus(?![ ]far))[,:]?\s+\S | \w\W+since\s.*[=<>]
-    # 24 clips in May, so 72 in all; but not 45 pages so far or SO (3)
-    | [,.;][$\s]+(?-i:[Ss]o|[Hh]ence)[,:]?\s+(?!far\b|that\b|m(?:any|uch)\b)\S
+    r"^(?!.*\\begin).*\n": "has several lines and marks no answer by \\boxed{} or ####",
+    r"""(?ix)^(?!.*\\begin)(?:
+    (?:because|since)\s | .*(?: \bhope[ ](?:it|this)(?:[ ]is|'s)\b
+    # 72, because 48+24=72; 72, since 48+24=72; but not 12 days since departure
+    | [\w$)}]\W+(?:because|therefore|thus(?![ ]far))[,:]?\s+\S | ,[$\s]*since\s.*[=<>]
+    # 24 clips in May, so 72 in all; but not 45 pages so far, SO (3) or "fa, so, la"
+    | (?-i:[,，][$\s]*so|[.;!][$\s]+[Ss]o):?\s+(?!far\b|on\b|that\b|m(?:any|uch)\b)\S
+    | [,.;][$\s]+hence[,:]?\s+\S
     # the same words in Chinese; but not 原因为 (the reason is)
-    | [∵∴] | (?:^|[\W\d])(?:因[为此為]|所以)
-    """: "has several lines or a word such as 'so': give only the result of this text",
+    | [∵∴]\s*\S | (?:^|[\W\d])(?:因[为此為]|所以).))
+    """: "reads like a solution: give only its result, or mark it by \\boxed{} or ####",
 }
 # Matches a place for the problem in an instruction.
 PLACEHOLDER = re.compile(
@@ -603,9 +606,7 @@ def encode_prompt(
     """
     text = f"{instruction}\n\n{problem}" if instruction else problem
     if not tokenizer.chat_template:
-        token_ids = tokenizer.encode(
-            f"{text}{BASE_PROMPT_END}", add_special_tokens=True
-        )
+        token_ids = tokenizer.encode(f"{text}{BASE_PROMPT_END}")
         # Some tokenizers append their end-of-sequence token.
         while token_ids[-1] in tokenizer.all_special_ids:
             token_ids.pop()
