@@ -16,7 +16,8 @@ resumes.jsonl, curves.png, checkpoints/, model/}. These terms are used throughou
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
                     the memory, and the result only by rounding
-    lag             the number of steps between sampling a rollout batch and its step
+    lag             the steps between sampling a rollout batch and its step; the first
+                    batches have fewer
     weights "7"     the weights after step 7; weights "0" are the initial ones
     collective      a function that all ranks have to call together
 """
@@ -81,8 +82,9 @@ def main() -> None:
     sync(engine, policy, run.step, run.train.prompts)
     log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
-        # 1 Rollout, 2 reward: a rollout batch is sampled `lag` steps before its step
-        # and waits in the queue. With lag 4, weights "7" sample the batch of step 12.
+        # 1 Rollout, 2 reward: a rollout batch is sampled up to `lag` steps before its
+        # step and waits in the queue. With lag 4, weights "7" sample the batch of
+        # step 12.
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
@@ -100,7 +102,7 @@ def main() -> None:
             updates.append(stats)
 
         # 4 Sync: the engine gets the new weights. Every few steps `sync` also compares
-        # engine and policy, and stops the run if they differ by more than rounding.
+        # engine and policy, and stops the run if they differ by more than SYNC_LIMITS.
         engine.wake_up()
         check_on = run.train.prompts if is_due(SYNC_CHECK_EVERY, step, cfg) else []
         with log.phase("sync"):
@@ -130,7 +132,7 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on the batch B and return its statistics.
 
-    B consists of these `rows` of every rank's rollouts. `objective` is loss.p3o or the
+    B has the tokens of these `rows` on every rank. `objective` is loss.p3o or the
     function that --objective names. e_B and the gradient are those of the whole B,
     however it is divided among ranks and micro-batches. Raises FloatingPointError, on
     all ranks, if e_B or the gradient is not finite. A collective.
@@ -230,8 +232,8 @@ def find_objective(
     """Return the objective of this name, a function of the arguments of loss.p3o.
 
     The name is one of loss.LOSSES or module:name. Raises Refused if there is no such
-    objective, if it does not accept these hyper-parameters, or if the gradient of its
-    loss is missing or has the wrong sign.
+    objective, if it does not accept these hyper-parameters, or if its loss has no
+    gradient or favors bad responses.
     """
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
@@ -243,7 +245,7 @@ def find_objective(
         loss = copy.deepcopy(objective)(
             logp, logp_behavior, advantage, kl, 1.0, **hyper_parameters
         )
-        loss[logp == 0].sum().backward()
+        loss[logp == 0].sum().backward()  # The mask also checks the loss's shape.
         good, bad = logp.grad.sum(dim=1)
         if good > bad:
             raise ValueError(
@@ -268,8 +270,8 @@ class Run:
     def __init__(self, cfg: Config) -> None:
         """Check the user's input, then build everything.
 
-        The checks come first, so that a mistake raises Refused before anything slow is
-        built. A collective.
+        The checks come first, so that most mistakes raise Refused before anything slow
+        is built. A collective.
         """
         check_out_dir(cfg)
         tokenizer, self.train, self.heldout, max_model_len = load_data(cfg)
@@ -414,7 +416,7 @@ def micro_batches(
     in every forward pass, so all ranks need equally many micro-batches. Config ensures
     that they have equally many rows, and the longest sequence of all ranks determines
     how many responses a micro-batch has. Sequences (a prompt and its response) are
-    grouped by the power of two below their length, which limits the padding. Within a
+    sorted by the power of two below their length, which limits the padding. Within a
     micro-batch they keep their order. So most responses to the same prompt are
     neighbors, and the policy computes the prompt only once for them (see
     policy.distinct_tokens). A collective.
@@ -464,7 +466,8 @@ def apply_gradient(
 
     Returns the norm of the gradient before clipping. Raises FloatingPointError, on all
     ranks and before the optimizer step, if this norm or e_B is not finite. e_B is not
-    finite if a ratio is not finite or exceeds about e^350. A collective.
+    finite if a ratio is not finite; for ratios above about e^350 see
+    loss.effective_sample_size. A collective.
     """
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
     grad_norm = norm.full_tensor().item()

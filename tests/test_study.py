@@ -357,7 +357,7 @@ def test_the_front_page_describes_the_figure_of_make_compare():
     e_b = mean(value for step, value in runs.series(p3o, "ess") if step > 16)
     kl, kl_half = lead("p3o, no KL", "lag 16")
     cap, cap_half = lead("p3o, no cap", "lag 16")
-    sentences = f"""REINFORCE forgets the task from step {step} on. P3O and GRPO reach
+    sentences = f"""REINFORCE forgets the task from step {step} on. P3O and GRPO end at
         {end}. P3O's e_B is near {e_b:.2f}, so its KL has weight {1 - e_b:.2f}. Yet
         accuracy falls by {kl:.2f} ± {kl_half:.2f} without the KL and by {cap:.2f} ±
         {cap_half:.2f} without the cap (95% intervals)."""
@@ -409,8 +409,8 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     assert says(FRONT, sentences)
     *first, (old, half), _ = (lead(CONSTANT, name) for name in FRONT_ROWS)
     assert all(abs(middle) < 0.02 for middle, _ in first) and old < -half
-    sentence = """With 0.9, accuracy is the same within 0.02 in the first three rows,
-        and higher on old data."""
+    sentence = """With 0.9, sampled accuracy is the same within 0.02 in the first three
+        rows, and higher on old data."""
     assert says(FRONT, sentence)
 
 
