@@ -131,8 +131,8 @@ test_loop.test_train_and_eval_use_the_verifier_and_the_instruction_of_the_task
 
 a base model's beginning-of-sequence token is left out
 support.tasks.encode_prompt
-- add_special_tokens=True
-+ add_special_tokens=False
+- {BASE_PROMPT_END}")
++ {BASE_PROMPT_END}", add_special_tokens=False)
 test_tasks.test_a_prompt_follows_the_chat_template_if_there_is_one
 
 a limit takes the last problems
