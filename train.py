@@ -435,8 +435,8 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. On a CPU smaller micro-batches are as fast, except that all but the
-    last one need a second forward pass.
+    backward pass. On a CPU smaller micro-batches are as fast, but all except the last
+    are computed twice.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens

@@ -359,8 +359,8 @@ def test_the_front_page_describes_the_figure_of_make_compare():
     cap, cap_half = lead("p3o, no cap", "lag 16")
     sentences = f"""REINFORCE forgets the task from step {step} on. P3O and GRPO end at
         {end}. P3O's e_B is near {e_b:.2f}, so its KL has weight {1 - e_b:.2f}. Yet
-        accuracy falls by {kl:.2f} ± {kl_half:.2f} without the KL and by {cap:.2f} ±
-        {cap_half:.2f} without the cap (95% intervals)."""
+        accuracy changes by {-kl:.2f} ± {kl_half:.2f} without the KL and by
+        {-cap:.2f} ± {cap_half:.2f} without the cap (95% intervals)."""
     assert says(FRONT, sentences)
 
 
@@ -404,8 +404,8 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     assert [row for row in greedy if greedy[row] < 0] == ["lag 16"]
     sentences = f"""**P3O leads GRPO clearly only in sampled accuracy**, at temperature
         1.6 and on old data. In greedy accuracy it leads by at most
-        {max(greedy.values()):.2f}; on old data GRPO leads by {-greedy["lag 16"]:.2f}
-        before rounding."""
+        {max(greedy.values()):.2f}; on old data GRPO leads by
+        {-greedy["lag 16"]:.3f}."""
     assert says(FRONT, sentences)
     *first, (old, half), _ = (lead(CONSTANT, name) for name in FRONT_ROWS)
     assert all(abs(middle) < 0.02 for middle, _ in first) and old < -half
