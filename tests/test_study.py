@@ -82,6 +82,8 @@ def test_a_run_that_fails_does_not_stop_the_others_and_only_it_is_run_again(
     broken = {1}  # the seeds whose runs fail
 
     def make_run(cell, command):
+        # The workers share the cores, so each has fewer than all if there are several.
+        assert len(runs.os.sched_getaffinity(0)) < max(2, runs.os.cpu_count())
         if cell.seed in broken:
             raise RuntimeError("no memory")
         return run_of(cell, 0.4, 0.9)
@@ -284,21 +286,21 @@ def test_the_committed_tables_are_those_of_the_committed_runs(name):
 
 
 def front_page_configs():
-    """Yield the name and config of each run whose numbers are on the front page."""
+    """Yield the config of each run whose numbers are on the front page."""
     for name in "make_train", "smollm2_recipe":
-        yield name, json.loads((runs.RESULTS / name / "config.json").read_text())
-    for cell, run in [*compared().items(), *front_page().items()]:
-        yield cell, run["config"]
+        yield json.loads((runs.RESULTS / name / "config.json").read_text())
+    for run in [*compared().values(), *front_page().values()]:
+        yield run["config"]
 
 
 def test_todays_train_py_accepts_the_config_of_each_run_on_the_front_page(tmp_path):
     path = tmp_path / "config.json"
-    for run, config in front_page_configs():
+    for config in front_page_configs():
         path.write_text(json.dumps(config))
         cfg = Config.from_flags([f"--config={path}"])
         # The run recorded every field, and its config.json gives each that value.
         recorded = {name: config[name] for name in Config.model_fields}
-        assert cfg.model_dump() | {"out_dir": config["out_dir"]} == recorded, run
+        assert cfg.model_dump() | {"out_dir": config["out_dir"]} == recorded
 
 
 FRONT_ROWS = {
@@ -329,11 +331,10 @@ def test_the_front_page_has_the_scores_of_the_committed_runs():
         assert says(FRONT, f"{title} | {' | '.join(cells)} |")
 
 
-def lead(objective, mismatch, every=None):
+def lead(objective, mismatch, rate=LEARNING_RATE):
     """Return the mean of P3O's score minus this objective's, and half its interval."""
-    every = every or at_rate(front_page())
-    by_seed = report.differences(every, objective)[mismatch]
-    return runs.interval([*by_seed.values()])
+    every = runs.select(front_page(), learning_rate=rate)
+    return runs.interval([*report.differences(every, objective)[mismatch].values()])
 
 
 def repeats(objective, mismatch, rate=LEARNING_RATE):
@@ -384,8 +385,10 @@ def test_the_pages_say_which_runs_collapse():
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
         the learning rate: at 1e-4 one of nine runs collapses (REINFORCE), and at 4e-4
         all do. Even rounding matters: with `--micro_batch_tokens 256` P3O's sampled
-        accuracy is {p3o:.2f} and GRPO's {grpo:.2f}"""
+        accuracy is {p3o:.2f} and GRPO's {grpo:.2f}, and in [older
+        repeats](study/README.md#which-runs-collapse) P3O collapsed."""
     assert says(FRONT, sentences)
+    assert collapses(repeats("p3o, KL at one heat", "16 updates")) == "2 of 3"
     p3o, grpo = (collapses(repeats(name, "32 updates")) for name in FRONT_COLUMNS[:2])
     assert says(PAGE, f"at 2e-4, P3O collapses in {p3o} runs, and GRPO 0.2 in {grpo}.")
 
@@ -415,13 +418,16 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
 
 
 def test_the_front_page_has_the_scores_with_smollm2():
-    rivals = (CONSTANT, "sequence_mask", "dppo_tv", "vespo")
-    leads = [-lead(name, "lag 16, formulas", front_page())[0] for name in rivals]
+    rate = plan.SMOLLM2_RATE
+    leads = [
+        -lead(name, "lag 16, formulas", rate)[0]
+        for name in (CONSTANT, "sequence_mask", "dppo_tv", "vespo")
+    ]
     sentence = f"""this constant and three [rules from frameworks](docs/frameworks.md)
         beat P3O by {min(leads):.2f} to {max(leads):.2f}."""
     assert says(FRONT, sentence)
     p3o, without_kl = (
-        [runs.last(run, "heldout_pass@1") for run in repeats(name, "T = 1.2", 2e-5)]
+        [runs.last(run, "heldout_pass@1") for run in repeats(name, "T = 1.2", rate)]
         for name in ("p3o", "p3o, no KL")
     )
     assert len(p3o) == len(without_kl) == 3

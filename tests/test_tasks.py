@@ -650,8 +650,8 @@ def test_a_verifier_of_ones_own_gets_whole_golds_and_gives_parts_of_a_reward(loa
     assert dataset.problems[2]["answer"] == gold
     check_verifier(dataset)
     # In floating point 49 * (1 / 49) is 0.9999999999999999.
-    rewards = compute_rewards(dataset, [0, 1], ["7" * 7, "7" * 49, "", "5"])
-    assert rewards == [round(1 / 7, 6), 1.0, 0.0, 0.5]
+    rewards = compute_rewards(dataset, [0, 1], ["7777777", "7" * 49, "", "5"])
+    assert rewards == [0.142857, 1.0, 0.0, 0.5]
     sentence = "test_tasks:length_of_digits fails on the response '123' with the gold"
     with pytest.raises(Stopped, match=f"{sentence} answer '56': it gave .1.5."):
         compute_rewards(dataset, [0, 1], ["1", "123"])
