@@ -138,7 +138,7 @@ def update(
     all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
-    *others, last = micro_batches(
+    *others, last = batch = micro_batches(
         rollouts, rows, max_micro_batch_tokens(cfg, policy), device
     )
 
@@ -146,12 +146,10 @@ def update(
     # keeps its graph here; the others are run again below, with a gradient. A batch
     # that is a single micro-batch therefore needs only one forward pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for micro_batch in others:
-        with torch.no_grad():
-            logp, _ = policy(micro_batch)  # log pi_theta of the sampled tokens, [N, T]
-        sums += ratio_sums(logp - micro_batch.logp_behavior, micro_batch.mask)
-    output_of_last = policy(last)
-    sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)
+    for micro_batch in batch:
+        with torch.set_grad_enabled(micro_batch is last):
+            output = policy(micro_batch)  # log pi_theta of the sampled and top tokens
+        sums += ratio_sums(output[0] - micro_batch.logp_behavior, micro_batch.mask)
     dist.all_reduce(sums)
     token_count, ratio_sum, _ = sums.tolist()  # |B|, and the sums of rho and rho^2
     e_b = effective_sample_size(sums).item()  # (11): mean[rho]^2 / mean[rho^2]
@@ -159,7 +157,8 @@ def update(
     # Then sum the gradient of (12) over the micro-batches and the ranks.
     totals = defaultdict(float)  # the sum of each statistic over the tokens of B
     for micro_batch in (last, *others):
-        logp, top_logp = output_of_last if micro_batch is last else policy(micro_batch)
+        # log pi_theta of the sampled tokens, [N, T], and of the top tokens, [N, T, K]
+        logp, top_logp = output if micro_batch is last else policy(micro_batch)
         kl = kl_at_positions(top_logp, micro_batch, cfg)  # [N, T]
         # For P3O: -sg(min(rho, e_B)) A log pi_theta + (1 - e_B) KL, [N, T]
         loss = objective(

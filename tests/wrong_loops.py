@@ -179,20 +179,20 @@ test_train.test_all_ranks_make_as_many_micro_batches_as_the_longest_response_req
 
 every micro-batch is computed twice
 train.update
-- output_of_last if micro_batch is last else policy(micro_batch)
+- output if micro_batch is last else policy(micro_batch)
 + policy(micro_batch)
 test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass
 
 the sums are those of the last micro-batch
 train.update
-- sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)
-+ sums = ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)
+- sums += ratio_sums(
++ sums = ratio_sums(
 test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient
 
 a micro-batch's sums are left out
 train.update
-- sums += ratio_sums(logp
-+ sums += (micro_batch is not others[0]) * ratio_sums(logp
+- sums += ratio_sums(
++ sums += (micro_batch is not batch[0]) * ratio_sums(
 test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient
 
 the sums are those of one rank's tokens
@@ -203,8 +203,8 @@ test_train.test_a_second_rank_with_the_same_responses_changes_nothing
 
 the sums include padding
 train.update
-- sums += ratio_sums(output_of_last[0] - last.logp_behavior, last.mask)
-+ sums += ratio_sums(output_of_last[0] - last.logp_behavior, torch.ones_like(last.mask))
+- sums += ratio_sums(output[0] - micro_batch.logp_behavior, micro_batch.mask)
++ sums += ratio_sums(output[0] - micro_batch.logp_behavior, torch.ones_like(micro_batch.mask))
 test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient
 
 |B| is that of one rank
