@@ -11,8 +11,8 @@ equation 1) by
     1 - C(n - c, k) / C(n, k)
 
 The script writes out_dir/{config.json, results.json, samples.jsonl}. In float32, the
-default on a CPU, the counts do not depend on the number of ranks. In bfloat16 they may,
-because rounding then depends on the batch size and changes individual tokens.
+default on a CPU, the results hardly ever depend on the number of ranks. In bfloat16
+they may, because rounding depends on the batch size and then changes some tokens.
 """
 
 from support.command import run_script

@@ -1,7 +1,7 @@
 """The policy pi_theta: the trainer's side of the ratio rho, and how it is sharded.
 
 `Policy` is the forward pass, and `build_policy` puts it under FSDP2. `sync` copies its
-weights into the rollout engine and checks that they have arrived.
+weights into the rollout engine, and can check that they have arrived.
 """
 
 from collections.abc import Iterator

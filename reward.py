@@ -7,7 +7,7 @@ A response is judged in three steps:
     2. What does the answer mean?    a word, a number, or a formula in LaTeX
     3. Is it the gold answer?        the same word, number or formula
 
-recipes/README.md lists the decisions made in each step.
+recipes/README.md has examples of the decisions made in these steps.
 
 Responses are untrusted text to compare, never code to run. Comparing words and numbers
 is safe. Comparing formulas may never end, for example if one is 98^{97^{96}}, so
@@ -71,10 +71,10 @@ def score(
 ) -> list[float]:
     """Return 1.0 for each response whose final answer is the gold answer, else 0.0.
 
-    responses and answers have the same length. verifier is "exact", "gsm8k", "math" or
-    module:name, a function of these two lists that returns numbers in [0, 1], which are
-    rounded to six decimals. With the first three, a reward depends only on its own
-    response and answer.
+    responses and answers (the golds) have the same length. verifier is "exact",
+    "gsm8k", "math" or module:name, a function of these two lists that returns numbers
+    in [0, 1], which are rounded to six decimals. With the first three, a reward depends
+    only on its own response and gold.
 
     Raises ValueError if the lengths differ. If there is no such verifier, raises
     ValueError, ImportError or AttributeError. Raises RuntimeError if formulas cannot be

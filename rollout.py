@@ -73,7 +73,7 @@ def prompts_of_rank(prompt_count: int) -> range:
 def noise_seed(seed: int, group: int, samples: int) -> int:
     """Return the noise seed of a group's first sample; sample j has this seed plus j.
 
-    Every group has `samples` samples, so no two samples of a run share a noise seed.
+    Every group has `samples` samples, so no two groups of a run share a noise seed.
     The first noise seed of a run is a pseudorandom function of `seed`, so that runs
     with different seeds hardly ever share one.
     """

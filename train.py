@@ -1,6 +1,6 @@
 """P3O end to end: sample with vLLM, reward, update the policy, sync the weights.
 
-    python train.py                          # the embedded policy, on two CPU cores
+    python train.py                          # the embedded policy (tiny/), on a CPU
     torchrun --nproc-per-node 8 train.py --config recipes/gsm8k-8gpu.yaml
 
 `main` is the loop, and `update` makes one optimizer step. The flags are the fields of
@@ -15,9 +15,9 @@ resumes.jsonl, curves.png, checkpoints/, model/}. These terms are used throughou
                     `minibatches` of them
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
-                    the memory, and the result only by rounding
-    lag             the steps between sampling a rollout batch and its step; the first
-                    batches have fewer
+                    memory, but changes results only by rounding
+    lag             the steps between the sampling of a rollout batch and its use; the
+                    first batches are used sooner
     weights "7"     the weights after step 7; weights "0" are the initial ones
     collective      a function that all ranks have to call together
 """
@@ -200,8 +200,8 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     groups = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problem_indices(cfg.seed, len(train.prompts), groups)
-    # Evaluations use seed 0 for their noise, and rollouts 1 or more, so that the two do
-    # not share noise.
+    # Evaluations use seed 0 for their noise, and rollouts 1 or more, so that the two
+    # hardly ever share noise.
     seeds = [noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -292,12 +292,12 @@ class Run:
             # Policy multiplies the hidden states by the head in float32. TF32 is
             # precise enough for this: it represents both factors exactly, as they have
             # bfloat16 values, and rounds only the gradient of the logits, to 11 bits.
-            # The setting is global and vLLM resets it, so the engines are built before.
+            # The setting is global, and building an engine resets it, so it comes last.
             torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
             self.policy.parameters(), weight_decay=cfg.weight_decay, fused=True
         )
-        # The results are the checkpoint's step (0 if there is no checkpoint), the
+        # load_checkpoint returns the checkpoint's step (0 if there is none), the
         # metrics of this step, the rollout batches that had been sampled ahead, and the
         # lines of metrics.jsonl and samples.jsonl.
         self.step, self.metrics, queue, rows = load_checkpoint(
@@ -434,8 +434,8 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. On a CPU smaller micro-batches are as fast, but all except the last
-    are computed twice.
+    backward pass. A lower limit costs only a second forward pass of all micro-batches
+    but the last.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens

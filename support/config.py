@@ -22,7 +22,7 @@ from support.command import Flags, Refused
 
 # Fields that a resumed run may change because they do not affect what it learns. The
 # field steps has a rule of its own (see check_out_dir): with a lag, a run samples no
-# batches in its last steps, where a longer run samples some.
+# batches in its last steps, but a longer run does.
 NEUTRAL_FIELDS = {
     "out_dir",
     "eval_every",
@@ -30,7 +30,8 @@ NEUTRAL_FIELDS = {
     "resume",
     "verbose",
     "commits",
-    # These set how much memory a run takes. Their only effect on results is rounding.
+    # These set how much memory a run takes. They affect results only by rounding,
+    # except with the objectives that need all of B at once (tools/objectives.py).
     "micro_batch_tokens",
     "gradient_checkpointing",
     "rollout_tp",
@@ -54,7 +55,7 @@ class SharedConfig(Flags):
     """The fields that a training run and an evaluation have in common."""
 
     model: Folder = "tiny"
-    """a model folder, the out_dir of a run, or owner/name@revision on the hub"""
+    """a model folder, the out_dir of a run, or owner/name[@revision] on the hub"""
     verifier: str = ""
     """replace the task's verifier: exact, gsm8k, math, or module:name, a function of
     your own (recipes/README.md)"""
@@ -145,9 +146,9 @@ class Config(SharedConfig):
     bfloat16 or float16; float16 is closer to float32, but weights and activations above
     65504 overflow; bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
-    """the most tokens in a forward pass, including padding, except for one longer
-    response; affects the memory, and the result only by rounding; lowered on a CPU if
-    the activations would take over 4 GB in float32"""
+    """the most tokens in a forward pass, including padding; a longer sequence gets a
+    pass of its own; affects memory, but changes results only by rounding; lowered on a
+    CPU if the activations would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 

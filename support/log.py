@@ -32,10 +32,11 @@ These come from a single update:
     logprob_abs_diff     mean |log pi_theta - log pi_b|, in nats per token, before the
                          step's first update
 
-rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb are
-those of rank 0. With a lag, the first step samples several batches and the last steps
-sample none. If the policy was evaluated, the line also has heldout_pass@1 (sampled at
-policy_temperature) and heldout_greedy. Both evaluate the policy, never an fp8 copy.
+rollout_seconds, reward_seconds, update_seconds, sync_seconds and peak_memory_gb (since
+the start of the process) are those of rank 0. With a lag, the first step samples
+several batches and the last steps sample none. If the policy was evaluated, the line
+also has heldout_pass@1 (sampled at policy_temperature) and heldout_greedy. Both
+evaluate the policy, never an fp8 copy.
 
 The seconds in a printed line are those of the four phases together.
 """
@@ -87,7 +88,7 @@ class Log:
         self.seconds[name] += time.perf_counter() - start
 
     def metrics_of(self, step: int, rollouts: Any) -> dict[str, Any]:
-        """Return the metrics of a step's batch, and the seconds and memory it took.
+        """Return the metrics of a step's batch, its seconds, and the peak memory.
 
         `rollouts` is a rollout.Rollouts, from which rank 0 saves samples. A collective.
         """
@@ -128,8 +129,8 @@ class Log:
         """
         if dist.get_rank() > 0:
             return
-        # The log is restored only here, so that a resume that fails earlier changes
-        # nothing.
+        # The log is restored only here, so that a resume that fails earlier leaves it
+        # unchanged.
         for name, text in self.rows.items():
             (self.out / name).write_text(text)
         self.rows = {}
@@ -176,7 +177,7 @@ class Log:
             append_row(self.out / "samples.jsonl", sample)
 
     def finish(self) -> None:
-        """Draw curves.png from metrics.jsonl, on rank 0, and name the run's files."""
+        """Draw curves.png from metrics.jsonl, on rank 0, and list the run's files."""
         if dist.get_rank() > 0:
             return
         from pandas import read_json  # comes with datasets; takes a second to import

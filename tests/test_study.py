@@ -384,9 +384,10 @@ def test_the_pages_say_which_runs_collapse():
     sentences = f"""**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
         the learning rate: at 1e-4 one of nine runs collapses (REINFORCE), and at 4e-4
-        all do. Even rounding matters: with `--micro_batch_tokens 256` P3O's sampled
-        accuracy is {p3o:.2f} and GRPO's {grpo:.2f}, and in [older
-        repeats](study/README.md#which-runs-collapse) P3O collapsed."""
+        all do. Even rounding matters: smaller micro-batches lower P3O's sampled
+        accuracy to {p3o:.2f} and GRPO's to {grpo:.2f}, and a
+        [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
+        collapsed."""
     assert says(FRONT, sentences)
     assert collapses(repeats("p3o, KL at one heat", "16 updates")) == "2 of 3"
     p3o, grpo = (collapses(repeats(name, "32 updates")) for name in FRONT_COLUMNS[:2])
