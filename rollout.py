@@ -344,5 +344,5 @@ class Engine:
                 "the engine cannot take back the memory that it lent to the update "
                 f"({one_line(error)}): give a smaller kv_cache_gb, and look in "
                 "nvidia-smi for other programs; --resume continues from the newest "
-                "checkpoint"
+                "checkpoint, if there is one"
             ) from error

@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from study.runs import Runs, select, series
 
 # An objective has the same color in every figure. Color-blind readers can distinguish
-# the first five, which appear together.
+# those of plan.MAIN, which appear together.
 COLORS = {
     "p3o": "#0072B2",
     "grpo 0.2": "#D55E00",

@@ -16,9 +16,9 @@ core.
     grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the
                  BREAKING_KINDS and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
-    rules        the six RULES, from frameworks and papers of 2026, on four kinds of
-                 data, and these and OBJECTIVES_AT_32 with 32 updates per step. There
-                 are three seeds, or five if one of the three collapsed: 125 runs
+    rules        the six RULES, of 2026, on four kinds of data; with 32 updates per
+                 step, these, OBJECTIVES_AT_32 and, at 2e-4, P3O and GRPO. There are
+                 three seeds, or five if one of the three collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
@@ -145,7 +145,7 @@ OBJECTIVES: dict[str, FlagValues] = {
 MAIN = ("p3o", "grpo 0.2", "grpo 0.4", "reinforce", "p3o, no KL")
 OTHERS = ("p3o, k3", "p3o, is", "p3o, no cap", "dapo", "gspo", "cispo", "tis")
 CONSTANTS = ("p3o, e_B = 0.8", "p3o, e_B = 0.9", "p3o, e_B = 0.97")
-# The learning rate with 32 updates. At 2e-4 the accuracy of the first run of P3O fell
+# The main learning rate with 32 updates. At 2e-4 the accuracy of P3O's first run fell
 # from 0.45 to 0.09 in 20 steps.
 RATE_AT_32 = 5e-5
 # The objectives that run with 32 updates, besides RULES: those that the assignment of
@@ -183,8 +183,8 @@ SMOLLM2_PARTS: dict[str, list[Cell]] = {
     ),
     "smollm2-rules": smollm2_cells(
         ("lag 4, formulas", "lag 16, formulas"),
-        # The last three are in smollm2-grid too. This part makes them again, so that
-        # all six are from one machine.
+        # The last three are in smollm2-grid too. In a new --folder, all six are made
+        # on one machine.
         ("vespo", "dppo_tv", "sequence_mask", "p3o", "p3o, e_B = 0.9", "grpo 0.2"),
         range(3),
     ),

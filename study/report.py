@@ -2,12 +2,12 @@
 
     python study/report.py [FOLDER]    # study/results by default
 
-It reads the runs that study/plan.py wrote to embedded.jsonl and to every smollm2*.jsonl
-in FOLDER and its subfolders, and writes these files:
+It reads FOLDER/embedded.jsonl and every smollm2*.jsonl in FOLDER and its subfolders,
+and writes these files:
 
     embedded.md     tables of all runs of the embedded policy
-    smollm2.md      one table of all runs of SmolLM2
-    curves.png      accuracy by step where the objectives differ most
+    smollm2*.md     beside each smollm2*.jsonl, a table of its runs
+    curves.png      accuracy by step on three kinds of data
     objectives.png  the weight of a token in the gradient, by its ratio
 
 A score is the mean of a run's last three sampled held-out accuracies. A run has
@@ -63,7 +63,7 @@ def differences(runs: Runs, objective: str) -> dict[str, dict[int, float]]:
     """Return P3O's score minus this objective's, by mismatch and seed.
 
     Seeds that only one of the two has are left out. A run on a GPU is compared with
-    P3O's runs on that GPU, whose name is in its field `beside`.
+    P3O's on that GPU; its field `beside` names them.
     """
     found: dict[str, dict[int, float]] = {}
     for cell, run in select(runs, objective=objective).items():

@@ -1,4 +1,4 @@
-"""Makes many runs of train.py, one per core, and reads what they wrote.
+"""Makes runs of train.py, several at a time, and reads what they wrote.
 
 Each cell of a grid is one run. A finished run is a line of a JSONL file, with its cell,
 command, commit, configuration and metrics by step. A cell that has a line is not run

@@ -144,7 +144,9 @@ def make_out_dir(cfg: Config) -> Path:
         # Schedulers send SIGTERM some seconds before they kill a job. With this handler
         # SIGTERM ends the run as Ctrl-C does, and run_script says how to continue.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print(f"{out}: trains in {cfg.dtype}, samples in {cfg.rollout_dtype}")
+        print(
+            f"{out}: trains in {cfg.dtype}; the engine's dtype is {cfg.rollout_dtype}"
+        )
         if done := max(checkpoints(out), default=0):
             append_row(out / "resumes.jsonl", {"step": done, **config_of(cfg)})
             print(f"{out}: continues after step {done}")
@@ -209,7 +211,7 @@ def publish(folder: Path) -> Iterator[Path]:
     except (CheckpointException, Exception) as error:  # libraries raise many types
         raise Stopped(
             f"{folder} cannot be written: {reason_of(error)}; free space if its disk "
-            "is full, and --resume continues from the newest checkpoint"
+            "is full; --resume continues from the newest checkpoint, if there is one"
         ) from error
 
 

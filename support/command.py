@@ -133,8 +133,8 @@ def run_script(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print(
             f"{script}: interrupted; a run of train.py that has a checkpoint continues "
-            "if its command is repeated with --resume --out_dir FOLDER (the first line "
-            "that it printed names FOLDER)",
+            "if its command is repeated with --resume --out_dir FOLDER (its first line "
+            "on stdout names FOLDER)",
             file=sys.stderr,
         )
         status = 130

@@ -22,7 +22,7 @@ from support.command import Flags, Refused
 
 # Fields that a resumed run may change because they do not affect what it learns. The
 # field steps has a rule of its own (see check_out_dir): with a lag, a run samples no
-# batches in its last steps, but a longer run does.
+# batches in its last steps; a longer run samples some in the same steps.
 NEUTRAL_FIELDS = {
     "out_dir",
     "eval_every",
@@ -96,8 +96,8 @@ class Config(SharedConfig):
     """divide the advantage by the standard deviation of its group"""
 
     # A step learns from a rollout batch of prompts_per_step x group_size responses. It
-    # makes passes x minibatches optimizer steps on it. The batch B of (11) and (12) is
-    # one minibatch, from which one optimizer step is made.
+    # makes passes x minibatches optimizer steps on it. The batch B of loss.py is one
+    # minibatch, from which one optimizer step is made.
     steps: PositiveInt = 60
     """how many rollout batches to learn from"""
     prompts_per_step: PositiveInt = 32
@@ -191,7 +191,7 @@ class EvalConfig(SharedConfig):
     field."""
 
     task: list[Folder] = ["tiny"]
-    """one or several tasks, each as train.py takes it: gsm8k,math"""
+    """tasks as for train.py, separated by commas: gsm8k,math"""
     split: Literal["train", "heldout"] = "heldout"
     """which problems of each task"""
     samples: PositiveInt = 1

@@ -245,10 +245,10 @@ def check_weights(model: str, folder: str, config: Any) -> None:
     for name in sorted({*missing, *unexpected} - {*embedding_of}):
         # Old checkpoints hold this buffer, which is computed and not learned.
         if not name.endswith("rotary_emb.inv_freq"):
-            only = "config.json" if name in missing else "safetensors"
+            fault = "lack" if name in missing else "have an extra"
             raise Refused(
-                f"{model}: only its {only} has {name}: get complete files and the "
-                "config.json of the same model"
+                f"{model}: by its config.json, its safetensors {fault} {name}: get "
+                "complete files and the config.json of the same model"
             )
     for head, embedding in embedding_of.items():
         if head in stored and not torch.equal(stored[head], stored[embedding]):

@@ -372,8 +372,8 @@ def read_hub(source: str) -> dict[int, dict[str, Any]]:
             kind, *_ = str(rows.features.get(column)).split("(names")
             if re.search(r"^(Json|ClassLabel)|float(16|32)", kind):
                 raise ValueError(
-                    f"its {column} is {kind} (Json: text in some rows, and a number or "
-                    "a list in others), and `datasets` changes such values "
+                    f"its {column} has the type {kind} (Json is a mix of texts, "
+                    "numbers or lists), and `datasets` changes such values "
                     '("025" to 25, "yes" to 1, 0.1 to 0.10000000149011612): download '
                     "the file, and write its rows to a JSONL file"
                 )
@@ -460,7 +460,7 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     for pattern, fault in GOLD_FAULTS.items():
         if re.search(pattern, gold):
             raise ValueError(f"its answer {gold[:60]!r} {fault}")
-    # A brace that is not closed, or not opened, ends the box before or after the gold.
+    # With an unpaired brace in it, the gold is not the content of a box around it.
     latex = latex_of(gold) if last_box(rf"\boxed{{{gold}}}") == gold else ""
     is_readable = {
         "exact": len(gold.split()) == 1,

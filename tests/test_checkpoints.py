@@ -138,7 +138,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_leaves_the_others
     save(tmp_path, 1)
     rollouts = SimpleNamespace(tokens=torch.zeros(unused * MEGABYTE // 4))
     sentence = f"^{tmp_path}/checkpoints/step-000002 cannot be written: .*; free space "
-    sentence += "if its disk is full, and --resume continues from the newest checkpoint"
+    sentence += "if its disk is full; --resume continues from the newest checkpoint, if"
     with files_of_at_most(limit * MEGABYTE), pytest.raises(Stopped, match=sentence):
         save(tmp_path, 2, [rollouts])
     assert load(tmp_path) == {"step": 1}

@@ -192,7 +192,7 @@ def test_auto_avoids_slow_bfloat16_and_a_run_prints_the_dtype_of_its_samples(
     cfg = Config.from_flags([f"--out_dir={tmp_path}/run", *flags])
     support.checkpoints.make_out_dir(cfg)
     assert [cfg.dtype, cfg.rollout_dtype] == ["float32", sampled_in]
-    printed = f"/run: trains in float32, samples in {sampled_in}\n"
+    printed = f"/run: trains in float32; the engine's dtype is {sampled_in}\n"
     assert printed in capsys.readouterr().out
 
 

@@ -71,7 +71,7 @@ def refusal(folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda w: w.pop(MLP), f"only its config.json has {MLP}: get complete"),
+        (lambda w: w.pop(MLP), f"its safetensors lack {MLP}: get complete"),
         (
             lambda w: w.update({MLP: torch.ones(384, 64)}),
             f"size mismatch for {MLP}: copying a param with shape torch.Size([384, 64]",
@@ -95,9 +95,9 @@ def test_weights_that_do_not_belong_to_the_config_are_refused_by_name(
 
 # With 2 of its 3 layers, the model would leave out the last layer of the file.
 CONFIGS = """
-{"tie_word_embeddings": false} -> only its config.json has lm_head.weight: get
-{"num_hidden_layers": 2} -> only its safetensors has model.layers.2.input_layernorm.w
-{"attention_bias": true} -> config.json has model.layers.0.self_attn.k_proj.bias
+{"tie_word_embeddings": false} -> its safetensors lack lm_head.weight: get
+{"num_hidden_layers": 2} -> have an extra model.layers.2.input_layernorm.weight:
+{"attention_bias": true} -> lack model.layers.0.self_attn.k_proj.bias
 {"hidden_act": "x"} -> or do not fit its config.json: KeyError('x'); it needs one compl
 """
 

@@ -118,11 +118,13 @@ def test_sigterm_prints_how_to_continue_and_the_first_lines_reach_a_file_at_once
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == 128 + signal.SIGINT  # as after Ctrl-C
     first, *_, last = done.stdout.splitlines()
-    assert first.startswith(f"{tmp_path}/run: trains in float32, samples in ")
+    assert first.startswith(
+        f"{tmp_path}/run: trains in float32; the engine's dtype is "
+    )
     assert last == (
         "-c: interrupted; a run of train.py that has a checkpoint continues if its "
-        "command is repeated with --resume --out_dir FOLDER (the first line that it "
-        "printed names FOLDER)"
+        "command is repeated with --resume --out_dir FOLDER (its first line on "
+        "stdout names FOLDER)"
     )
 
 

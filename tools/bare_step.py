@@ -2,8 +2,8 @@
 
     python tools/bare_step.py JOB
 
-JOB and the lines that this script prints have the form that tools/trl_step.py
-describes. The script does only what every such script must do: it samples, computes
+JOB and the printed lines are as tools/trl_step.py describes them, but without a sync.
+The script does only what every such script must do: it samples, computes
 log-probabilities and a gradient, and makes an optimizer step.
 """
 

@@ -3,9 +3,9 @@
     python tools/compare.py    # or `make compare`
 
 P3O, GRPO and REINFORCE train the embedded policy on the same problems with the same
-sampling noise. There is one run per core at a time, and a run takes about two minutes.
-Each batch is used 16 steps after it was sampled. REINFORCE forgets what it has learned,
-and P3O and GRPO do not. FOLDER/compare.png (--folder) shows accuracy and e_B by step,
+sampling noise. The runs share the cores, and each takes about two minutes of one core.
+From step 17 on, each batch is 16 steps old. REINFORCE forgets what it has learned, and
+P3O and GRPO do not. FOLDER/compare.png (--folder) shows accuracy and e_B by step,
 and a table compares the final policies. This is one seed; study/README.md has five.
 """
 

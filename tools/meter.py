@@ -8,8 +8,8 @@
         --top_logprobs 49152 --temperature 1.2
 
 vLLM samples with these flags, and the trainer's forward pass scores the same tokens in
-float32. Nothing is trained, and no answer is checked. Any framework that samples with
-vLLM in this way will have the same mismatch.
+float32. Nothing is trained, and no answer is checked. A float32 trainer that samples
+with vLLM in this way has the same mismatch.
 
 The KL is computed as in training: over the --top_logprobs likeliest tokens of pi_b and
 one bucket for all others. The third command lists the whole vocabulary, so its KL is
@@ -34,7 +34,7 @@ from support.models import model_folder
 
 
 class MeterConfig(train.Config):
-    """Measure how far off-policy rollouts with these flags of train.py are."""
+    """Measure how far off-policy fresh samples with these flags are."""
 
     responses: PositiveInt = 256
     """responses to measure, rounded up so that each prompt has equally many"""

@@ -120,7 +120,7 @@ def cispo(
 ) -> Tensor:
     """Return -sg(min(rho, 1 + eps_high)) A log pi_theta: [N, T].
 
-    CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5, which have no lower bound.
+    CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5, without their lower bound.
     The paper gives no value for eps_high. The default of 4 makes the cap 5, as in
     ScaleRL. TRL's epsilon_high is the cap itself.
     """
@@ -145,8 +145,8 @@ def m2po(
     1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
        exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau, for
        each micro-batch and rank.
-    2. AReaL's code drops tokens whatever the sign of A, uses the ratio of the policy
-       before the update to pi_b, and always keeps one token.
+    2. AReaL's code drops tokens whatever the sign of A, by pi_before / pi_b, and always
+       keeps one token.
     """
     log_rho = logp - logp_behavior
     moved = (advantage * log_rho).detach() > 0  # [N, T]
@@ -372,7 +372,7 @@ def sequence_mask(
     1. In TRL, w is the product of pi_before / pi_b, and it multiplies DAPO's loss in
        pi_theta / pi_before. Here w is the product of pi_theta / pi_b. The two agree at
        the first update.
-    2. TRL divides the sum by the average token count of the steps on a rollout batch.
+    2. TRL divides the sum by the mean token count of a rollout batch's updates.
        Here, as everywhere in this repository, it is divided by the token count of B.
     """
     log_w, _ = response_log_ratio(logp.detach(), logp_behavior, advantage)

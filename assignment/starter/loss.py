@@ -6,7 +6,7 @@ tokens. Log-probabilities and the KL are in nats.
 
 Replace each `raise NotImplementedError` with your code. Keep the names and signatures,
 because the grader calls them. So does `pytest tests/test_loss.py --loss your/loss.py`,
-which tests more and shows its arithmetic.
+which tests more and needs the repository's .venv.
 """
 
 from torch import Tensor
