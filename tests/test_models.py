@@ -76,7 +76,7 @@ def refusal(folder: Path, **options: Any) -> str:
             lambda w: w.update({MLP: torch.ones(384, 64)}),
             f"size mismatch for {MLP}: copying a param with shape torch.Size([384, 64]",
         ),
-        (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), f"config.json has {EMBEDDING}"),
+        (lambda w: w.update({HEAD: w.pop(EMBEDDING)}), f"safetensors lack {EMBEDDING}"),
         (
             lambda w: w.update({HEAD: 2 * w[EMBEDDING]}),
             f"{HEAD} and {EMBEDDING} differ in its safetensors, but its config.json",
@@ -150,7 +150,7 @@ def test_no_script_starts_with_a_missing_weight_or_a_verifier_that_cannot_score(
     weights = load_file(folder / FILE)
     del weights[MLP]
     save(weights, folder / FILE)
-    assert f"has {MLP}: get" in refusal_of(script, f"--model={folder}")
+    assert f"lack {MLP}: get" in refusal_of(script, f"--model={folder}")
 
 
 # Folders, heads and types

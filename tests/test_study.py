@@ -319,7 +319,7 @@ def test_the_front_page_has_the_accuracies_and_e_b_of_make_train():
     for title, metric in ("sampled", "heldout_pass@1"), ("greedy", "heldout_greedy"):
         row = f"pass@1, {title} {first[metric]:.3f} {steps[-1][metric]:.3f}"
         assert says(FRONT, row)
-    assert says(FRONT, "and e_B stays above 0.99:")
+    assert says(FRONT, "e_B stays above 0.99:")
     assert min(row["ess_min"] for row in steps) > 0.99
 
 
@@ -359,9 +359,9 @@ def test_the_front_page_describes_the_figure_of_make_compare():
     kl, kl_half = lead("p3o, no KL", "lag 16")
     cap, cap_half = lead("p3o, no cap", "lag 16")
     sentences = f"""REINFORCE forgets the task from step {step} on. P3O and GRPO end at
-        {end}. P3O's e_B is near {e_b:.2f}, so its KL has weight {1 - e_b:.2f}. Yet
-        accuracy changes by {-kl:.2f} ± {kl_half:.2f} without the KL and by
-        {-cap:.2f} ± {cap_half:.2f} without the cap (95% intervals)."""
+        {end}. P3O's e_B is near {e_b:.2f}, so the KL has weight {1 - e_b:.2f}. Yet
+        over several seeds, accuracy changes by {-kl:.2f} ± {kl_half:.2f} without the
+        KL and by {-cap:.2f} ± {cap_half:.2f} without the cap (95% intervals)."""
     assert says(FRONT, sentences)
 
 
