@@ -62,10 +62,9 @@ def prompts_of_rank(prompt_count: int) -> range:
     """Return the indices of this rank's prompts: r, r + w, r + 2w, ... for rank r of w.
 
     The responses to one prompt are a group, which is never divided among ranks. In
-    training every rank has equally many prompts, because Config refuses a
-    prompts_per_step that the ranks do not divide. In an evaluation a rank may have
-    none; eval.evaluate then gives it the first problem, so that it takes part in every
-    collective.
+    training all ranks have equally many prompts, because Config refuses any other
+    prompts_per_step. In an evaluation a rank may have none; eval.evaluate then gives it
+    the first problem, so that it takes part in every collective.
     """
     return range(dist.get_rank(), prompt_count, dist.get_world_size())
 
