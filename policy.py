@@ -37,7 +37,7 @@ SYNC_SAMPLES = 16
 
 
 class Policy(torch.nn.Module):
-    """A causal language model of transformers with a linear head (Llama, Qwen, ...).
+    """A causal language model from transformers, with a linear head (Llama, Qwen, ...).
 
     FSDP gathers the weights of the root module (the embedding and the head) when the
     root is called. `forward` uses the head's weight directly, so Policy is the root.
@@ -207,7 +207,7 @@ def build_policy(
     for layer in language_model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    # transformers checkpoints activations only in training mode.
+    # In eval mode, transformers would ignore gradient_checkpointing.
     return policy.train()
 
 

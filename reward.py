@@ -74,11 +74,10 @@ def score(
     responses and answers (the golds) have the same length. verifier is "exact",
     "gsm8k", "math" or module:name, a function of these two lists that returns numbers
     in [0, 1], which are rounded to six decimals. With the first three, a reward depends
-    only on its own response and gold.
+    only on its own response and gold, and lists of different lengths raise ValueError.
 
-    Raises ValueError if the lengths differ. If there is no such verifier, raises
-    ValueError, ImportError or AttributeError. Raises RuntimeError if formulas cannot be
-    compared on this machine.
+    If there is no such verifier, raises ValueError, ImportError or AttributeError.
+    Raises RuntimeError if formulas cannot be compared on this machine.
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
     # In floating point 0.7 + 0.2 + 0.1 is below 1, the reward of a perfect response.
@@ -102,8 +101,8 @@ def compute_rewards(
     )
 
 
-# Matches the names of the first two parameters of a function that does not take
-# responses and then golds.
+# Matches the names of a function's first two parameters if they are not the responses
+# and then the golds.
 OTHER_PARAMETERS = re.compile(
     r"""(?x)
     # prompts or golds come first, as in (prompts, completions), (doc, results) and

@@ -28,7 +28,7 @@ from support.models import load_tokenizer, model_folder, turn_end_tokens
 class Rollouts:
     """N responses, padded on the right. Column t of an [N, T] tensor is for token t."""
 
-    tokens: torch.Tensor  # [N, L] prompt, response, end of sequence, padding of -1
+    tokens: torch.Tensor  # [N, L] prompt, response with its end token, padding of -1
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
     mask: torch.Tensor  # [N, T] bool: True on response tokens
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
@@ -82,8 +82,8 @@ def noise_seed(seed: int, group: int, samples: int) -> int:
 def unlink_shared_memory() -> None:
     """Unlink the shared memory through which ranks share an engine on a CPU.
 
-    By now every rank has opened the segment. Once unlinked it is freed when the last
-    rank exits, so no stale segment is left for a later run.
+    By now every rank has opened the segment. Once unlinked, it is freed when the last
+    rank exits, so a later run finds no stale segment.
     """
     for line in open("/proc/self/maps"):
         if "-cpushm" in line:  # /dev/shm/...-cpushm_0, of rank 0

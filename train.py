@@ -15,7 +15,7 @@ resumes.jsonl, curves.png, checkpoints/, model/}. These terms are used throughou
                     `minibatches` of them
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
-                    memory, but changes results only by rounding
+                    memory, but P3O's results only by rounding
     lag             the steps between the sampling of a rollout batch and its use; the
                     first batches are used sooner
     weights "7"     the weights after step 7; weights "0" are the initial ones
@@ -244,7 +244,7 @@ def find_objective(
         loss = copy.deepcopy(objective)(
             logp, logp_behavior, advantage, kl, 1.0, **hyper_parameters
         )
-        loss[logp == 0].sum().backward()  # The mask also checks the loss's shape.
+        loss[logp == 0].sum().backward()  # Indexing also checks the loss's shape.
         good, bad = logp.grad.sum(dim=1)
         if good > bad:
             raise ValueError(
@@ -415,7 +415,7 @@ def micro_batches(
     in every forward pass, so all ranks need equally many micro-batches. Config ensures
     that they have equally many rows, and the longest sequence of all ranks determines
     how many responses a micro-batch has. Sequences (a prompt and its response) are
-    sorted by the power of two below their length, which limits the padding. Within a
+    sorted by the integer part of log2(length), which limits the padding. Within a
     micro-batch they keep their order. So most responses to the same prompt are
     neighbors, and the policy computes the prompt only once for them (see
     policy.distinct_tokens). A collective.

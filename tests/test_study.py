@@ -360,8 +360,8 @@ def test_the_front_page_describes_the_figure_of_make_compare():
     cap, cap_half = lead("p3o, no cap", "lag 16")
     sentences = f"""REINFORCE forgets the task from step {step} on. P3O and GRPO end at
         {end}. P3O's e_B is near {e_b:.2f}, so the KL has weight {1 - e_b:.2f}. Yet
-        over several seeds, accuracy changes by {-kl:.2f} ± {kl_half:.2f} without the
-        KL and by {-cap:.2f} ± {cap_half:.2f} without the cap (95% intervals)."""
+        over several seeds, P3O's accuracy changes by {-kl:.2f} ± {kl_half:.2f} without
+        the KL and by {-cap:.2f} ± {cap_half:.2f} without the cap (95% intervals)."""
     assert says(FRONT, sentences)
 
 
@@ -384,8 +384,8 @@ def test_the_pages_say_which_runs_collapse():
     sentences = f"""**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
         the learning rate: at 1e-4 one of nine runs collapses (REINFORCE), and at 4e-4
-        all do. Even rounding matters: smaller micro-batches lower P3O's sampled
-        accuracy to {p3o:.2f} and GRPO's to {grpo:.2f}, and a
+        all do. Even rounding matters: with smaller micro-batches P3O's sampled
+        accuracy is {p3o:.2f} and GRPO's {grpo:.2f}, and a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed."""
     assert says(FRONT, sentences)
@@ -424,7 +424,7 @@ def test_the_front_page_has_the_scores_with_smollm2():
         -lead(name, "lag 16, formulas", rate)[0]
         for name in (CONSTANT, "sequence_mask", "dppo_tv", "vespo")
     ]
-    sentence = f"""this constant and three [rules from frameworks](docs/frameworks.md)
+    sentence = f"""this constant and three [losses from frameworks](docs/frameworks.md)
         beat P3O by {min(leads):.2f} to {max(leads):.2f}."""
     assert says(FRONT, sentence)
     p3o, without_kl = (
