@@ -1,4 +1,4 @@
-"""The policy pi_theta: the trainer's side of the ratio rho, and how it is sharded.
+"""The policy pi_theta, the trainer's side of the ratio rho, and its sharding.
 
 `Policy` is the forward pass, and `build_policy` puts it under FSDP2. `sync` copies its
 weights into the rollout engine, and can check that they have arrived.
@@ -21,9 +21,9 @@ from support.models import model_folder
 
 CHUNK = 1024  # response tokens whose logits exist at the same time
 # check_sync accepts a mean |log pi_theta - log pi_b| of at most this many nats per
-# token. Without fp8 we measured 7e-6 in float32, 0.004 in float16 and 0.03 in bfloat16.
-# With fp8 we measured 0.2 for SmolLM2-135M, both on sums and on formulas, 0.22 for a
-# model of 1.5 billion random weights, and less for the embedded policy (tiny/). For
+# token. For SmolLM2-135M we measured 6e-6 in float32, 0.004 in float16, 0.03 in
+# bfloat16 and 0.2 in fp8. We also measured 0.22 for a model of 1.5 billion random
+# weights in fp8, and less than SmolLM2's for the embedded policy (tiny/). For
 # comparison, one update of that policy changes log pi_theta by about 0.001, and a layer
 # that was not synced changes log pi_b by several nats.
 SYNC_LIMITS = {
@@ -241,9 +241,9 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
     distance exceeds its limit in SYNC_LIMITS; checkpoints are kept. A collective.
     """
-    # The shortest prompts need the least memory. We take 16 samples because a few short
-    # answers may total only 15 tokens: a single unlikely token that is off by 2 nats in
-    # bfloat16 would then shift the mean by 0.13.
+    # The shortest prompts need the least memory. We take 16 samples because fewer
+    # short answers may total only 15 tokens, and a single unlikely token among these,
+    # off by 2 nats in bfloat16, would shift the mean by 0.13.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,

@@ -69,7 +69,7 @@ VERIFIERS = {"exact": same_words, "gsm8k": same_numbers, "math": same_formulas}
 def score(
     responses: list[str], answers: list[str], verifier: str = "math"
 ) -> list[float]:
-    """Return 1.0 for each response whose final answer is the gold answer, else 0.0.
+    """Return each response's reward: 1.0 if its final answer is the gold, else 0.0.
 
     responses and answers (the golds) have the same length. verifier is "exact",
     "gsm8k", "math" or module:name, a function of these two lists that returns numbers
@@ -80,7 +80,7 @@ def score(
     Raises RuntimeError if formulas cannot be compared on this machine.
     """
     verify = VERIFIERS.get(verifier) or pkgutil.resolve_name(verifier)
-    # In floating point 0.7 + 0.2 + 0.1 is below 1, the reward of a perfect response.
+    # Unrounded, a perfect 0.7 + 0.2 + 0.1 would be below 1 and not count as solved.
     return [round(float(verdict), 6) for verdict in verify(responses, answers)]
 
 

@@ -30,7 +30,7 @@ class Rollouts:
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end token, padding of -1
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
-    mask: torch.Tensor  # [N, T] bool: True on response tokens
+    mask: torch.Tensor  # [N, T] bool: True on the response and its end token
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
     top_tokens: torch.Tensor  # [N, T, K] the K most likely tokens of pi_b, by position
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of top_tokens, nats
@@ -108,8 +108,8 @@ LLM_OPTIONS = {
     # Mistral's repositories also have files in Mistral's own format, not read here.
     "config_format": "hf",
     "tokenizer_mode": "hf",
-    # vLLM only checks that this share of the memory is free. The size of the KV cache
-    # is set by kv_cache_memory_bytes.
+    # vLLM uses this only to check that such a share of the memory is free. The size of
+    # the KV cache is set by kv_cache_memory_bytes.
     "gpu_memory_utilization": 0.01,
     "use_tqdm_on_load": False,  # Draw no progress bar on stderr.
 }
@@ -122,10 +122,10 @@ class Engine:
     quantization "fp8_per_channel", vLLM computes linear layers in fp8, and quantizes
     their weights anew in every `load_weights`. load_format "hf" reads the files that
     support/models.py has checked. "dummy" starts with random weights, so that a weight
-    that `load_weights` does not load is noticed at once. max_model_len is in
-    tokens, kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with
-    vLLM's reason if it cannot build the engine, for example because the KV cache is too
-    small for one response or exceeds the free memory.
+    that `load_weights` does not load is noticed at once. max_model_len is in tokens,
+    kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with vLLM's
+    reason if it cannot build the engine, for example because the KV cache is too small
+    for one response or exceeds the free memory.
     """
 
     asleep = False
@@ -328,7 +328,7 @@ class Engine:
             self.llm.sleep(level=2)
 
     def wake_up(self) -> None:
-        """Take back the memory of `sleep`. Weights are undefined until load_weights.
+        """Take back the lent memory. Weights are undefined until load_weights.
 
         Raises Stopped if the GPU has too little free memory.
         """

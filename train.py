@@ -5,7 +5,8 @@
 
 `main` is the loop, and `update` makes one optimizer step. The flags are the fields of
 support/config.py. A run writes out_dir/{config.json, metrics.jsonl, samples.jsonl,
-resumes.jsonl, curves.png, checkpoints/, model/}. These terms are used throughout:
+curves.png, model/} and, if asked to, checkpoints/ and resumes.jsonl. These terms are
+used throughout:
 
     group           the group_size responses to one prompt
     rollout batch   the prompts_per_step groups that are sampled together
@@ -200,8 +201,8 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     groups = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problem_indices(cfg.seed, len(train.prompts), groups)
-    # Evaluations use seed 0 for their noise, and rollouts 1 or more, so that the two
-    # hardly ever share noise.
+    # A run's evaluations use seed 0 for their noise, and its rollouts 1 or more, so
+    # that the two hardly ever share noise.
     seeds = [noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups]
     with log.phase("rollout"):
         rollouts = engine.sample(
@@ -292,7 +293,7 @@ class Run:
             # Policy multiplies the hidden states by the head in float32. TF32 is
             # precise enough for this: it represents both factors exactly, as they have
             # bfloat16 values, and rounds only the gradient of the logits, to 11 bits.
-            # The setting is global, and building an engine resets it, so it comes last.
+            # The setting is global, and building an engine resets it, so we set it now.
             torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
             self.policy.parameters(), weight_decay=cfg.weight_decay, fused=True
@@ -364,8 +365,8 @@ def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
     """Save the model after the last step; evaluate the policy if that is due.
 
     Returns the held-out accuracies, or {} without an evaluation. The model is saved
-    first, because an evaluation may fail. Every run begins with this call: for step 0,
-    or for the step of the checkpoint from which it resumes. A collective.
+    first, because an evaluation may fail. A run also calls this before its first step:
+    for step 0, or for the step of the checkpoint from which it resumes. A collective.
     """
     policy = run.policy
     if step == cfg.steps:
@@ -434,8 +435,8 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. A lower limit costs only a second forward pass of all micro-batches
-    but the last.
+    backward pass. Smaller micro-batches cost little: `update` runs the forward pass of
+    all but the last twice.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens
