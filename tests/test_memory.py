@@ -64,6 +64,7 @@ def bytes_of(tensors):
     return sum(tensor.to_local().nbytes for tensor in tensors)
 
 
+@pytest.mark.slow
 def test_logits_are_made_only_of_response_tokens_and_never_held_all_at_once(
     monkeypatch,
 ):

@@ -285,6 +285,7 @@ UNREADABLE_NAMES = {
 }
 
 
+@pytest.mark.slow
 def test_what_the_hub_has_is_read_at_a_commit_or_a_sentence_says_why_not(from_hub):
     readable = "plain", "plain@v1", "table", "model", "model@v1"
     readable = [f"owner/{name}" for name in readable]
