@@ -139,7 +139,8 @@ def update(
     all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
-    *others, last = batch = micro_batches(
+    # These are the micro-batches of this rank.
+    *others, last = own = micro_batches(
         rollouts, rows, max_micro_batch_tokens(cfg, policy), device
     )
 
@@ -147,7 +148,7 @@ def update(
     # keeps its graph here; the others are run again below, with a gradient. A batch
     # that is a single micro-batch therefore needs only one forward pass.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for micro_batch in batch:
+    for micro_batch in own:
         with torch.set_grad_enabled(micro_batch is last):
             output = policy(micro_batch)  # log pi_theta of the sampled and top tokens
         sums += ratio_sums(output[0] - micro_batch.logp_behavior, micro_batch.mask)
@@ -158,7 +159,8 @@ def update(
     # Then sum the gradient of (12) over the micro-batches and the ranks.
     totals = defaultdict(float)  # the sum of each statistic over the tokens of B
     for micro_batch in (last, *others):
-        # log pi_theta of the sampled tokens, [N, T], and of the top tokens, [N, T, K]
+        # log pi_theta of the sampled tokens, [N, T], and of the top tokens, [N, T, K];
+        # `output` is still that of the last micro-batch.
         logp, top_logp = output if micro_batch is last else policy(micro_batch)
         kl = kl_at_positions(top_logp, micro_batch, cfg)  # [N, T]
         # For P3O: -sg(min(rho, e_B)) A log pi_theta + (1 - e_B) KL, [N, T]
@@ -435,8 +437,8 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. Smaller micro-batches cost little: `update` runs the forward pass of
-    all but the last twice.
+    backward pass. On a CPU smaller micro-batches are as fast, except that `update` runs
+    the forward pass of all but the last twice.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens

@@ -16,7 +16,7 @@ core.
     grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the
                  BREAKING_KINDS and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
-    rules        the six RULES, of 2026, on four kinds of data; with 32 updates per
+    rules        the six RULES of frameworks on four kinds of data; with 32 updates per
                  step, these, OBJECTIVES_AT_32 and, at 2e-4, P3O and GRPO. There are
                  three seeds, or five if one of the three collapsed: 125 runs
 

@@ -177,6 +177,12 @@ train.micro_batches
 + pass
 test_train.test_all_ranks_make_as_many_micro_batches_as_the_longest_response_requires
 
+every micro-batch keeps its graph
+train.update
+- torch.set_grad_enabled(micro_batch is last)
++ torch.set_grad_enabled(True)
+test_train.test_only_the_last_micro_batch_needs_no_second_forward_pass
+
 every micro-batch is computed twice
 train.update
 - output if micro_batch is last else policy(micro_batch)
@@ -192,7 +198,7 @@ test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient
 a micro-batch's sums are left out
 train.update
 - sums += ratio_sums(
-+ sums += (micro_batch is not batch[0]) * ratio_sums(
++ sums += (micro_batch is last or micro_batch is not own[0]) * ratio_sums(
 test_train.test_micro_batches_of_any_size_change_neither_e_b_nor_the_gradient
 
 the sums are those of one rank's tokens
