@@ -236,7 +236,7 @@ def embedded():
 
 @cache
 def front_page():
-    """Return the front page's runs that are not of `make train` or `make compare`."""
+    """Return the runs of results/front_page, most of which are on the front page."""
     folder = runs.RESULTS / "front_page"
     smollm2 = runs.read_runs(folder / "smollm2.jsonl")
     return runs.read_runs(folder / "embedded.jsonl") | smollm2
@@ -286,7 +286,7 @@ def test_the_committed_tables_are_those_of_the_committed_runs(name):
 
 
 def front_page_configs():
-    """Yield the config of each run whose numbers are on the front page."""
+    """Yield the config of each run on the front page, and of those beside them."""
     for name in "make_train", "smollm2_recipe":
         yield json.loads((runs.RESULTS / name / "config.json").read_text())
     for run in [*compared().values(), *front_page().values()]:

@@ -271,8 +271,10 @@ UNREADABLE_NAMES = {
     "owner/plain@nope": "it has no such revision: give a branch, a tag or a commit",
     "owner/none": "there is no such repository, .*log in with `hf auth login` or HF_T",
     "owner/gated": ".*or it is gated or private: .*'owner/gated' is a gated dataset",
-    "owner/mixed": r'its answer has the type Json.*a mix.* changes such .*"025" to',
-    "owner/label": "its answer has the type ClassLabel.*`datasets` changes such values",
+    "owner/mixed": r'its answer has the type Json.* mix .* changes .*\("025" to 25',
+    "owner/label": (
+        "its answer has the type ClassLabel.*, and `datasets` changes such values"
+    ),
     "owner/float": r"its answer has the type Value\('float32'\) .* 0.1 to 0.1000",
     "owner/large_number": "a column .* an integer of over 18 digits: download the file",
     "owner/empty": "it has no rows",
