@@ -57,10 +57,10 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
     """Return the mean of pass@k over the problems of a task, with a 95% interval.
 
     `passes` has the pass@k of each problem. The interval is scipy's percentile
-    bootstrap over these problems, one more that is solved and one more that is not.
-    Without these two, the interval would have width 0 if all problems are solved or
-    none is, and with few problems it would miss the true value far more often than in
-    5% of all cases. With hundreds of problems the two change almost nothing.
+    bootstrap over these problems and two more, one solved and one not. Without the two,
+    the interval would have width 0 if all problems are solved or none is, and with few
+    problems it would miss the true value far more often than in 5% of all cases. With
+    hundreds of problems the two change almost nothing.
     """
     # Imported here because it takes half a second and train.py does not need it.
     from scipy.stats import bootstrap
@@ -210,7 +210,7 @@ def main() -> None:
             for k, passed in by_k.items():
                 low, high = passed["interval"]
                 print(f"{task}: pass@{k} {passed['value']:.3f} [{low:.3f}, {high:.3f}]")
-        print(f"{path} has the counts by problem, and samples.jsonl the responses")
+        print(f"{path} counts correct responses; samples.jsonl has all responses")
 
 
 def write_samples(

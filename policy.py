@@ -1,4 +1,4 @@
-"""The policy pi_theta, the trainer's side of the ratio rho, and its sharding.
+"""The policy pi_theta, which is the numerator of rho, and its sharding.
 
 `Policy` is the forward pass, and `build_policy` puts it under FSDP2. `sync` copies its
 weights into the rollout engine, and can check that they have arrived.
@@ -22,10 +22,10 @@ from support.models import model_folder
 CHUNK = 1024  # response tokens whose logits exist at the same time
 # check_sync accepts a mean |log pi_theta - log pi_b| of at most this many nats per
 # token. For SmolLM2-135M we measured 6e-6 in float32, 0.004 in float16, 0.03 in
-# bfloat16 and 0.2 in fp8. We also measured 0.22 for a model of 1.5 billion random
-# weights in fp8, and less than SmolLM2's for the embedded policy (tiny/). For
-# comparison, one update of that policy changes log pi_theta by about 0.001, and a layer
-# that was not synced changes log pi_b by several nats.
+# bfloat16 and 0.2 in fp8. The embedded policy (tiny/) differs by less in each of these,
+# and a model of 1.5 billion random weights by 0.22 in fp8. For comparison, one update
+# of the embedded policy changes log pi_theta by about 0.001, and a layer that was not
+# synced changes log pi_b by several nats.
 SYNC_LIMITS = {
     torch.float32: 1e-4,
     torch.float16: 0.03,
@@ -241,8 +241,8 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
     distance exceeds its limit in SYNC_LIMITS; checkpoints are kept. A collective.
     """
-    # The shortest prompts need the least memory. We take 16 samples because fewer
-    # short answers may total only 15 tokens, and a single unlikely token among these,
+    # The shortest prompts need the least memory. We take 16 samples because a few
+    # short answers may have only 15 tokens in all. A single unlikely token among them,
     # off by 2 nats in bfloat16, would shift the mean by 0.13.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(

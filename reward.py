@@ -150,11 +150,11 @@ def checked_score(responses: list[str], golds: list[str], verifier: str) -> list
                 f"it gave {rewards[:9]}, not a number in [0, 1] for each response"
             )
     except Exception as error:  # the verifier may raise anything
-        if len(golds) > 1:  # find the response on which it fails
+        if len(golds) > 1:  # find a response on which it fails alone
             for response, gold in zip(responses, golds, strict=True):
                 checked_score([response], [gold], verifier)
         raise Stopped(
-            f"the verifier {verifier} fails on the response {responses[0]!r} with the "
-            f"gold answer {golds[0]!r}: {one_line(error)}"
+            f"the verifier {verifier} fails on the responses {responses[:3]} with the "
+            f"gold answers {golds[:3]}: {one_line(error)}"
         ) from error
     return rewards

@@ -26,13 +26,13 @@ from support.models import load_tokenizer, model_folder, turn_end_tokens
 
 @dataclass
 class Rollouts:
-    """N responses, padded on the right. Column t of an [N, T] tensor is for token t."""
+    """N responses, padded right. Column t of [N, T] tensors is for response token t."""
 
     tokens: torch.Tensor  # [N, L] prompt, response with its end token, padding of -1
     prompt_length: torch.Tensor  # [N], the column of `tokens` where the response begins
     mask: torch.Tensor  # [N, T] bool: True on the response and its end token
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
-    top_tokens: torch.Tensor  # [N, T, K] the K most likely tokens of pi_b, by position
+    top_tokens: torch.Tensor  # [N, T, K] pi_b's K most likely tokens at each position
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of top_tokens, nats
     truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
     text: list[str]  # [N] the response without its end of sequence
@@ -108,7 +108,7 @@ LLM_OPTIONS = {
     # Mistral's repositories also have files in Mistral's own format, not read here.
     "config_format": "hf",
     "tokenizer_mode": "hf",
-    # vLLM uses this only to check that such a share of the memory is free. The size of
+    # vLLM uses this only to check that this share of the memory is free. The size of
     # the KV cache is set by kv_cache_memory_bytes.
     "gpu_memory_utilization": 0.01,
     "use_tqdm_on_load": False,  # Draw no progress bar on stderr.

@@ -203,7 +203,7 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     groups = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problem_indices(cfg.seed, len(train.prompts), groups)
-    # A run's evaluations use seed 0 for their noise, and its rollouts 1 or more, so
+    # A run's evaluations use seed 0 for their noise, and its rollouts cfg.seed + 1, so
     # that the two hardly ever share noise.
     seeds = [noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups]
     with log.phase("rollout"):
@@ -234,8 +234,8 @@ def find_objective(
     """Return the objective of this name, a function of the arguments of loss.p3o.
 
     The name is one of loss.LOSSES or module:name. Raises Refused if there is no such
-    objective, if it does not accept these hyper-parameters, or if its loss has no
-    gradient or favors bad responses.
+    objective, if it does not accept these hyper-parameters, or if its loss does not
+    favor good responses.
     """
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
@@ -249,10 +249,10 @@ def find_objective(
         )
         loss[logp == 0].sum().backward()  # Indexing also checks the loss's shape.
         good, bad = logp.grad.sum(dim=1)
-        if good > bad:
+        if not good < bad:  # as for NaN
             raise ValueError(
-                "its loss favors responses with a negative advantage (is log pi_b its "
-                "first argument, or does the loss lack a minus sign?)"
+                "its loss does not favor responses with a positive advantage (is log "
+                "pi_b its first argument, or does the loss lack a minus sign?)"
             )
     except Exception as error:  # the user's module may raise anything
         raise Refused(
@@ -437,8 +437,8 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. On a CPU smaller micro-batches are as fast, except that `update` runs
-    the forward pass of all but the last twice.
+    backward pass. On a CPU smaller micro-batches are as fast, but `update` runs the
+    forward pass twice for all except the last.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens

@@ -34,7 +34,7 @@ THOUGHT_TAG = re.compile(
         | <\|content(?:_text)?\|>                               # Solar Open, Inkling
         | <\|inner_suffix\|>                                    # Apertus
         | <unused95>                                            # MedGemma
-        # At the end of a response these do not end a thought.
+        # The tags of the next line end no thought if nothing follows them.
         | (?:<\|im_start\|>answer | <\|(?:answer|response|final)\|>)(?=\s*\S) # s1
         | <\|(?:close\|>think|open\|>response)<\|sep\|>         # Kimi K3
         | to=user<\|message\|>                                  # Muse
@@ -97,7 +97,7 @@ def without_thoughts(response: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the last box's content, or else what follows the last #### on its line.
+    r"""Return the content of the last box, or the first line after the last ####.
 
     The result is "" if there is neither a box nor a ####.
     """

@@ -9,8 +9,8 @@ one seed. A finished run is a line of FOLDER/embedded.jsonl or FOLDER/smollm2.js
 (--folder); study/report.py turns these lines into tables and figures. A part can be
 interrupted and continued at any time. A run that belongs to two parts is made once.
 
-These are the parts of the embedded policy (tiny/). Each run takes two minutes of a
-core.
+These are the parts of the embedded policy (tiny/). Each run takes two to three
+minutes of a core.
 
     quick        six kinds of data, three objectives, one seed: 18 runs
     grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the

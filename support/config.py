@@ -22,7 +22,7 @@ from support.command import Flags, Refused
 
 # Fields that a resumed run may change because they do not affect what it learns. The
 # field steps has a rule of its own (see check_out_dir): with a lag, a run samples no
-# batches in its last steps; a longer run samples some in the same steps.
+# batches in its last steps, but a longer run would.
 NEUTRAL_FIELDS = {
     "out_dir",
     "eval_every",

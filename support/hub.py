@@ -18,8 +18,8 @@ FAILURES = {
         "HF_DATASETS_CACHE, for datasets) to a folder on another disk"
     ),
     r"OfflineMode|find cache for": (
-        "HF_HUB_OFFLINE is set, and the cache has no usable copy (those of CSV files "
-        "are not usable): unset the variable to download a copy, or give a folder"
+        "HF_HUB_OFFLINE is set, and the cache has no usable copy (a cached CSV file is "
+        "not usable): unset the variable to download a copy, or give a folder"
     ),
     r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
     r"GatedRepo|\b40[13]\b|(Repository|Dataset)NotFound": (

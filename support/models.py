@@ -3,8 +3,8 @@
 A model is a run, a folder, or owner/name on the hub. It is refused before anything slow
 is built if its files are incomplete, or if vLLM and transformers do not compute the
 same function from its config.json. Weights are checked by the headers of their
-safetensors (and a tied head by its values), so a large model takes no longer than a
-small one.
+safetensors (and a tied head by its values), so a large model takes hardly longer than
+a small one.
 """
 
 import functools

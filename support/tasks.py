@@ -37,8 +37,8 @@ class Task:
     # A JSONL file, or a hub dataset as "owner/name split [configuration]", or None.
     train: Path | str | None
     heldout: Path | str | None
-    # The verifier of reward.score. A verifier of the user's own is named only on the
-    # command line, because a folder of data must not run code.
+    # The verifier of reward.score. Only the user's flags or recipe can name a verifier
+    # of the user's own, because a folder of data must not run code.
     verifier: Literal[BUILT_IN_VERIFIERS] = "math"
     # The text before each problem in its prompt, or None.
     instruction: str | None = (
@@ -460,7 +460,7 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     for pattern, fault in GOLD_FAULTS.items():
         if re.search(pattern, gold):
             raise ValueError(f"its answer {gold[:60]!r} {fault}")
-    # With an unpaired brace in it, the gold is not the content of a box around it.
+    # If the gold has an unpaired brace, a box around it has other content.
     latex = latex_of(gold) if last_box(rf"\boxed{{{gold}}}") == gold else ""
     is_readable = {
         "exact": len(gold.split()) == 1,

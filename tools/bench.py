@@ -4,10 +4,10 @@
     python tools/bench.py --model models/SmolLM2-135M-Instruct \\
         --trl_python .venv-trl/bin/python --dtypes float32,bfloat16
 
-The first command compares a step of the embedded policy with the same step in a minimal
-script (tools/bare_step.py). The second one also measures a pretrained model
-(tools/smollm2.py makes its folder), and compares both with TRL's GRPOTrainer. TRL needs
-an environment of its own:
+The first command compares a step of the embedded policy, which has two updates, with a
+step of a minimal script, which has one (tools/bare_step.py). The second command also
+measures a pretrained model (tools/smollm2.py makes its folder), and compares both with
+TRL's GRPOTrainer. TRL needs an environment of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0

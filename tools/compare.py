@@ -3,10 +3,11 @@
     python tools/compare.py    # or `make compare`
 
 P3O, GRPO and REINFORCE train the embedded policy on the same problems with the same
-sampling noise. The runs share the cores, and each takes about two minutes of one core.
-From step 17 on, each batch is 16 steps old. REINFORCE forgets what it has learned, and
-P3O and GRPO do not. FOLDER/compare.png (--folder) shows accuracy and e_B by step,
-and a table compares the final policies. This is one seed; study/README.md has five.
+sampling noise. The runs share the cores, and each takes two to three minutes of one
+core. From step 17 on, each batch is 16 steps old. REINFORCE forgets what it has
+learned, and P3O and GRPO do not. FOLDER/compare.png (--folder) shows accuracy and e_B
+by step, and a table compares the final policies. This is one seed; study/README.md has
+five.
 """
 
 import argparse
@@ -32,8 +33,8 @@ def main() -> None:
     path = folder / "compare.jsonl"
     cells = embedded_cells(["lag 16"], OBJECTIVES, [0])
     print(
-        f"{len(cells)} runs of about two minutes on one core. Each prints a line with\n"
-        "its name, its sampled accuracy every ten steps, and its seconds.",
+        f"{len(cells)} runs of two to three minutes on one core. Each prints a line\n"
+        "with its name, its sampled accuracy every ten steps, and its seconds.",
         flush=True,
     )
     workers = min(len(cells), len(os.sched_getaffinity(0)))

@@ -80,7 +80,7 @@ def random_model() -> str:
 
 @contextmanager
 def phase(rows: Rows, name: str) -> Iterator[None]:
-    """Add a row with the seconds of a with-block and the GPU memory after it."""
+    """Add a row with the seconds of a with-block and the GPU memory it took."""
     if CUDA:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

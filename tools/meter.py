@@ -73,6 +73,8 @@ def main() -> None:
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         top_logprobs=cfg.top_logprobs,
+        kv_cache_gb=cfg.kv_cache_gb,
+        max_num_seqs=cfg.max_num_seqs,
     )
     to_each = -(-cfg.responses // len(prompts))  # rounded up
     rollouts = engine.sample(

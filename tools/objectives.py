@@ -228,7 +228,8 @@ def bapo(
        authors' script. In that script low goes from 0.8 to 0.95, and high ends at 2.0.
        In the YAML file low ends at 0.8, and high ends at 2.0 and rises in steps of
        0.05. The authors' code sets the bounds for each micro-batch, over all ranks.
-    4. verl's bound of 3 |A| on the loss of a token with A < 0 is left out.
+    4. The authors' code is built on verl, whose bound of 3 |A| on the loss of a token
+       with A < 0 is left out here.
     """
     rho = (logp - logp_behavior).exp()
 
@@ -259,7 +260,7 @@ def asymre(
     default delta is that of Trinity-RFT and, according to a secondary account, of the
     paper, whose rewards are -1 and 1.
 
-    1. A is divided by the group's standard deviation, unless --scale_advantage is
+    1. A is divided by the group's standard deviation, unless scale_advantage is
        false. delta is subtracted afterwards.
 
     Padding has the gradient delta here, which train.py leaves out of its sum.
@@ -279,7 +280,7 @@ def rec(
     REC-OneSide-NoIS, arXiv 2509.24203, as in its authors' code in Trinity-RFT. It is
     clipping without importance weights.
 
-    1. A is divided by the group's standard deviation, unless --scale_advantage is
+    1. A is divided by the group's standard deviation, unless scale_advantage is
        false.
     """
     rho = (logp - logp_behavior).exp()
@@ -346,7 +347,7 @@ def ipo(
     form and its defaults. A token is dropped if |pi_theta - pi_b| > eps, whatever the
     sign of A. kl_tau adds kl_tau (log rho)^2 for every token, dropped or not.
 
-    1. A is divided by the group's standard deviation, unless --scale_advantage is
+    1. A is divided by the group's standard deviation, unless scale_advantage is
        false.
     2. A dropped token adds exactly 0, even if its rho overflows.
     """
@@ -372,7 +373,7 @@ def sequence_mask(
     1. In TRL, w is the product of pi_before / pi_b, and it multiplies DAPO's loss in
        pi_theta / pi_before. Here w is the product of pi_theta / pi_b. The two agree at
        the first update.
-    2. TRL divides the sum by the mean token count of a rollout batch's updates.
+    2. TRL divides the sum by the mean token count per update of a rollout batch.
        Here, as everywhere in this repository, it is divided by the token count of B.
     """
     log_w, _ = response_log_ratio(logp.detach(), logp_behavior, advantage)
@@ -396,7 +397,7 @@ def dppo_tv(
 
     1. verl's function falls back to a cap of 20, the default here. Its configuration
        sets clip_ratio_c to 3, which replaces that 20, and its example script sets
-       10,000. A comment there says that the paper recommends a large cap.
+       10,000. A comment in this script says that the paper recommends a large cap.
     2. eps is verl's default clip_ratio. verl's example script has 0.15.
     3. verl clamps log rho to [-20, 20] first, which only raises weights below 2e-9.
     """

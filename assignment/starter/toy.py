@@ -110,7 +110,7 @@ def run_ranks(
 def random_ranks(
     sizes: list[list[int]], weight: Tensor, seed: int = 0, staleness: float = 0.2
 ) -> list[list[Part]]:
-    """Draw the micro-batches of each rank; sizes has each one's number of responses.
+    """Draw each rank's micro-batches; sizes has the number of responses of each.
 
     The logits of pi_b are those of the policy with this weight, [FEATURES, VOCABULARY],
     plus noise. The first response is fresh: its noise is 0. The standard deviation of
