@@ -74,7 +74,7 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
 def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
     """Return pass@k of each task, for k = 1, 2, 4, ... and n.
 
-    `correct` has, for each problem of a task, how many of its n samples are correct.
+    `correct` counts, by task, the correct ones among each problem's n samples.
     """
     ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
     return {
@@ -93,8 +93,8 @@ def evaluate(
 ) -> list[dict[str, list]]:
     """Sample responses to each problem; return them with rewards and truncation.
 
-    The result has a dictionary for each problem, whose lists have `samples` entries.
-    The ranks share the problems, and all of them return the whole result. For a given
+    For each problem, the result has a dictionary of lists of `samples` entries. The
+    ranks share the problems, and all of them return the whole result. For a given
     seed and number of samples, the noise depends only on the problem. `sampling` has
     further fields of vLLM's SamplingParams. A collective.
     """
@@ -210,7 +210,10 @@ def main() -> None:
             for k, passed in by_k.items():
                 low, high = passed["interval"]
                 print(f"{task}: pass@{k} {passed['value']:.3f} [{low:.3f}, {high:.3f}]")
-        print(f"{path} counts correct responses; samples.jsonl has all responses")
+        print(
+            f"{path} has the number of correct responses to each problem, and "
+            "samples.jsonl has all responses"
+        )
 
 
 def write_samples(

@@ -192,8 +192,8 @@ def build_policy(
     if gradient_checkpointing:
         language_model.gradient_checkpointing_enable()
     if mesh.device_type == "cuda" and dtype == "float32":
-        # In float32, torch can handle heads that share keys only by keeping all scores,
-        # [N, H, L, L]. So we let transformers repeat keys and values instead.
+        # If heads share keys and values, torch's float32 attention keeps all scores,
+        # [N, H, L, L]. So we let transformers repeat the keys and values instead.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     policy = Policy(language_model, temperature)
     policy.dtype = getattr(torch, dtype)
@@ -234,7 +234,7 @@ def sync(engine: Engine, policy: Policy, step: int, check_on: list[list[int]]) -
 
 
 def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> float:
-    """Compare log pi_b and log pi_theta on 16 fresh samples, right after a sync.
+    """Compare log pi_b and log pi_theta on 16 samples per rank, right after a sync.
 
     Returns their distance: the mean of |log pi_theta - log pi_b|, in nats per token, on
     the rank on which it is largest. Samples are drawn at the policy's temperature, so

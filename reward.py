@@ -101,8 +101,8 @@ def compute_rewards(
     )
 
 
-# Matches the names of a function's first two parameters if they are not the responses
-# and then the golds.
+# Matches the names of a function's first two parameters if they suggest anything but
+# responses and then golds.
 OTHER_PARAMETERS = re.compile(
     r"""(?x)
     # prompts or golds come first, as in (prompts, completions), (doc, results) and
@@ -150,7 +150,7 @@ def checked_score(responses: list[str], golds: list[str], verifier: str) -> list
                 f"it gave {rewards[:9]}, not a number in [0, 1] for each response"
             )
     except Exception as error:  # the verifier may raise anything
-        if len(golds) > 1:  # find a response on which it fails alone
+        if len(golds) > 1:  # find one response on which it fails
             for response, gold in zip(responses, golds, strict=True):
                 checked_score([response], [gold], verifier)
         raise Stopped(

@@ -34,8 +34,8 @@ class Rollouts:
     logp_behavior: torch.Tensor  # [N, T] log pi_b of the response tokens, nats
     top_tokens: torch.Tensor  # [N, T, K] pi_b's K most likely tokens at each position
     top_logp_behavior: torch.Tensor  # [N, T, K] log pi_b of top_tokens, nats
-    truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end of sequence
-    text: list[str]  # [N] the response without its end of sequence
+    truncated: torch.Tensor  # [N] bool: ended by max_tokens, not by an end token
+    text: list[str]  # [N] the response without its end token
     weight_version: str  # names the weights that sampled these; "7" is after step 7
     gold: list[str] | None = None  # [N] the gold answer
     reward: torch.Tensor | None = None  # [N]
@@ -108,7 +108,7 @@ LLM_OPTIONS = {
     # Mistral's repositories also have files in Mistral's own format, not read here.
     "config_format": "hf",
     "tokenizer_mode": "hf",
-    # vLLM uses this only to check that this share of the memory is free. The size of
+    # vLLM only checks that this share of the memory is free. The size of
     # the KV cache is set by kv_cache_memory_bytes.
     "gpu_memory_utilization": 0.01,
     "use_tqdm_on_load": False,  # Draw no progress bar on stderr.
@@ -121,11 +121,11 @@ class Engine:
     Call `init_distributed` first; all ranks build their engines together. With
     quantization "fp8_per_channel", vLLM computes linear layers in fp8, and quantizes
     their weights anew in every `load_weights`. load_format "hf" reads the files that
-    support/models.py has checked. "dummy" starts with random weights, so that a weight
-    that `load_weights` does not load is noticed at once. max_model_len is in tokens,
-    kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with vLLM's
-    reason if it cannot build the engine, for example because the KV cache is too small
-    for one response or exceeds the free memory.
+    support/models.py has checked. "dummy" starts with random weights, so that
+    check_sync notices a weight that `load_weights` does not load. max_model_len is in
+    tokens, kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with
+    vLLM's reason if it cannot build the engine, for example because the KV cache is too
+    small for one response or exceeds the free memory.
     """
 
     asleep = False

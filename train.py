@@ -11,9 +11,10 @@ used throughout:
     group           the group_size responses to one prompt
     rollout batch   the prompts_per_step groups that are sampled together
     step            learning from one rollout batch; steps are numbered from 1
-    pass            going once through the rollout batch; a step makes `passes` of them
-    minibatch       the batch B of one update, over all ranks; a pass is divided into
-                    `minibatches` of them
+    pass            going once through the rollout batch; a step makes --passes
+                    of these
+    minibatch       the batch B of one update, over all ranks; --minibatches says into
+                    how many of these a pass is divided
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
                     memory, but P3O's results only by rounding
@@ -103,7 +104,7 @@ def main() -> None:
             updates.append(stats)
 
         # 4 Sync: the engine gets the new weights. Every few steps `sync` also compares
-        # engine and policy, and stops the run if they differ by more than SYNC_LIMITS.
+        # engine and policy, and stops the run if they differ too much.
         engine.wake_up()
         check_on = run.train.prompts if is_due(SYNC_CHECK_EVERY, step, cfg) else []
         with log.phase("sync"):
@@ -156,7 +157,7 @@ def update(
     token_count, ratio_sum, _ = sums.tolist()  # |B|, and the sums of rho and rho^2
     e_b = effective_sample_size(sums).item()  # (11): mean[rho]^2 / mean[rho^2]
 
-    # Then sum the gradient of (12) over the micro-batches and the ranks.
+    # Then sum the gradient of the loss over the micro-batches and the ranks.
     totals = defaultdict(float)  # the sum of each statistic over the tokens of B
     for micro_batch in (last, *others):
         # log pi_theta of the sampled tokens, [N, T], and of the top tokens, [N, T, K];
@@ -249,7 +250,7 @@ def find_objective(
         )
         loss[logp == 0].sum().backward()  # Indexing also checks the loss's shape.
         good, bad = logp.grad.sum(dim=1)
-        if not good < bad:  # as for NaN
+        if not good < bad:  # true for NaN too
             raise ValueError(
                 "its loss does not favor responses with a positive advantage (is log "
                 "pi_b its first argument, or does the loss lack a minus sign?)"
@@ -257,7 +258,7 @@ def find_objective(
     except Exception as error:  # the user's module may raise anything
         raise Refused(
             f"the objective {name!r} with {hyper_parameters} cannot be used: {error}; "
-            f"give {', '.join(LOSSES)} or module:name, and its own hyper-parameters"
+            f"give {', '.join(LOSSES)} or module:name, with its hyper-parameters"
         ) from None
     return partial(objective, **hyper_parameters)
 
@@ -385,7 +386,7 @@ def save_and_evaluate(step: int, run: Run, cfg: Config) -> dict[str, float]:
 def learning_rate(updates_made: int, cfg: Config) -> float:
     """Return the learning rate of the run's next update.
 
-    It rises over the first warmup_updates and is constant afterwards.
+    It rises during the first cfg.warmup_updates updates, then it is constant.
     """
     return cfg.learning_rate * min(1.0, (updates_made + 1) / max(1, cfg.warmup_updates))
 

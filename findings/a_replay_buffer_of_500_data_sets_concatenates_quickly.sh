@@ -12,7 +12,7 @@
 # interpolation search over the offsets, not by going through the parts.
 #
 # If you keep old rollouts in a Dataset, simply append them once per step. Do not use
-# add_item for it: to add one row it takes about as long as to add a whole batch.
+# add_item: it needs about as long for one row as concatenate_datasets for a batch.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # The probability of a token whose log-probability is below -87.3 is a denormal float32
-# number. One would expect torch.exp to cost somewhat more for such tokens, as operations
-# on denormal numbers do on many CPUs, and set_flush_denormal(True) to remove this cost.
+# number. One would expect torch.exp to cost a few times as much for such tokens, as
+# operations on denormal numbers do on many CPUs, and set_flush_denormal(True) to remove
+# this cost.
 #
-# torch.exp takes about thirty-five times as long for each value between -88 and -103, and
-# twelve times as long below. set_flush_denormal changes neither. Minus infinity costs
+# torch.exp takes about 34 times as long for each value between -88 and -103, and 11 times
+# as long below. set_flush_denormal changes neither. Minus infinity costs
 # over three times as much as an ordinary value.
 #
 # Source: aten/src/ATen/cpu/vml.h calls MKL's exponential function with VML_FTZDAZ_OFF,
 # which overrides the processor's flag. torch.softmax has an exponential of its own.
 #
-# If you need probabilities on a CPU, call softmax. log_softmax and exp cost over ten times
-# as much for a sharp policy. Clamp log-probabilities at -87 before you call exp.
+# If you need probabilities on a CPU, call softmax. For a sharp policy, log_softmax and exp
+# cost over ten times as much. Clamp log-probabilities at -87 before you call exp.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -37,7 +37,7 @@ def kl_where_signal(
     """Return (12) with the KL only at tokens whose advantage is not 0.
 
     If all responses to a prompt are right, or all are wrong, they are not pulled back
-    to pi_b. A batch without any reward therefore does not move the policy.
+    to pi_b. If this is so for all prompts of a batch, the gradient is 0.
     """
     kl = torch.where(advantage != 0, kl, 0.0)
     return p3o(logp, logp_behavior, advantage, kl, e_b)

@@ -18,7 +18,7 @@ minutes of a core.
     constants    a constant in place of e_B, with three seeds: 126 runs
     rules        the six RULES of frameworks on four kinds of data; with 32 updates per
                  step, these, OBJECTIVES_AT_32 and, at 2e-4, P3O and GRPO. There are
-                 three seeds, or five if one of the three collapsed: 125 runs
+                 three seeds, or five if any of the three collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
@@ -171,13 +171,13 @@ PARTS: dict[str, list[Cell]] = {
     "constants": embedded_cells(MISMATCHES, CONSTANTS, range(3)),
     "rules": cells_of(["32 updates"], (*OBJECTIVES_AT_32, *RULES), range(3), RATE_AT_32)
     + embedded_cells(("lag 16", "T = 1.6", "16 updates", "lag 4"), RULES, range(3))
-    # These have two more seeds, because one of their first three runs collapsed.
+    # These have two more seeds, because some of their first three runs collapsed.
     + embedded_cells(["lag 16"], ("ipo", "icepop"), [3, 4])
     + embedded_cells(["32 updates"], ("p3o", "grpo 0.2"), range(5)),
 }
 smollm2_cells = partial(cells_of, learning_rate=SMOLLM2_RATE)
 SMOLLM2_PARTS: dict[str, list[Cell]] = {
-    # The last two are a constant and a neighbor that do well on the embedded policy.
+    # The last two objectives do well on the embedded policy.
     "smollm2-grid": smollm2_cells(
         SMOLLM2_GRID, (*MAIN[:4], "p3o, e_B = 0.9", "opmd"), range(3)
     ),

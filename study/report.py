@@ -211,7 +211,7 @@ def weight_by_ratio(
 
 
 def draw_weights(path: Path) -> None:
-    """Draw the weights for A = 1 (above 0) and A = -1, and the pull of the KL."""
+    """Draw the weights for A = 1 and, below 0, for A = -1, and the pull of the KL."""
     figure, axes = panels(8, rows=2)
     shown = [[("p3o", e_b) for e_b in (0.9, 0.5, 0.1)]]
     shown += [

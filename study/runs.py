@@ -58,7 +58,7 @@ def cells_of(
 ) -> list[Cell]:
     """Return all combinations, ordered by seed.
 
-    So an interrupted grid has complete comparisons for its first seeds.
+    With this order, an interrupted grid has complete comparisons for its first seeds.
     """
     every = itertools.product(seeds, mismatches, objectives)
     return [

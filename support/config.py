@@ -147,8 +147,8 @@ class Config(SharedConfig):
     65504 overflow; bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
     """the most tokens in a forward pass, including padding; if a sequence is longer,
-    each response gets a pass of its own; affects memory, but P3O's results only by
-    rounding; lowered on a CPU if the activations would take over 4 GB in float32"""
+    each response is run alone; affects memory, but P3O's results only by rounding;
+    lowered on a CPU if the activations would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 
@@ -191,7 +191,7 @@ class EvalConfig(SharedConfig):
     field."""
 
     task: list[Folder] = ["tiny"]
-    """tasks as for train.py, separated by commas: gsm8k,math"""
+    """names, folders, files or datasets, separated by commas: gsm8k,math"""
     split: Literal["train", "heldout"] = "heldout"
     """which problems of each task"""
     samples: PositiveInt = 1

@@ -379,7 +379,7 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
-        the learning rate: at 1e-4 one of nine runs (REINFORCE's) collapses, and at 4e-4
+        the learning rate: at 1e-4 one run in nine (REINFORCE) collapses, and at 4e-4
         all do. Even rounding matters: a [variant](study/README.md#which-runs-collapse)
         that equals P3O up to rounding collapsed in two of three runs."""
     assert says(FRONT, sentences)
@@ -407,8 +407,8 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     assert says(FRONT, sentences)
     *first, (old, half), last = (lead(CONSTANT, name) for name in FRONT_ROWS)
     assert all(abs(middle) < 0.02 for middle, _ in (*first, last)) and old < -half
-    sentence = f"""With 0.9, sampled accuracy is {-old:.2f} higher on old data and
-        differs by less than 0.02 in the other rows."""
+    sentence = f"""On the same three seeds, sampled accuracy is {-old:.2f} higher on old
+        data and within 0.02 in the other rows (16 updates: ± {last[1]:.2f})."""
     assert says(FRONT, sentence)
 
 
@@ -426,9 +426,9 @@ def test_the_front_page_has_the_scores_with_smollm2():
         for name in ("p3o", "p3o, no KL")
     )
     assert len(p3o) == len(without_kl) == 3
-    sentence = f"""ended at a sampled accuracy of {max(p3o):.2f}. Without the KL
-        (`--objective study.ablations:cap_without_kl`), they end at
-        {min(without_kl):.2f} to {max(without_kl):.2f}."""
+    sentence = f"""ended at a sampled accuracy of {max(p3o):.2f}. Three without the KL
+        (`--objective study.ablations:cap_without_kl`) ended at {min(without_kl):.2f} to
+        {max(without_kl):.2f}."""
     assert says(FRONT, sentence)
 
 
