@@ -204,8 +204,8 @@ def sample_batch(
     first = (step - 1) * cfg.prompts_per_step
     groups = [first + index for index in prompts_of_rank(cfg.prompts_per_step)]
     indices = problem_indices(cfg.seed, len(train.prompts), groups)
-    # A run's evaluations use seed 0 for their noise, and its rollouts cfg.seed + 1, so
-    # that the two hardly ever share noise.
+    # A run's evaluations use seed 0 for their noise, and its rollouts cfg.seed + 1. So
+    # the two hardly ever share noise.
     seeds = [noise_seed(cfg.seed + 1, group, cfg.group_size) for group in groups]
     with log.phase("rollout"):
         rollouts = engine.sample(

@@ -853,6 +853,7 @@ for other in (same._replace(prompts=[[rank]]), cfg.model_copy(update={"seed": ra
 """
 
 
+@pytest.mark.slow
 def test_ranks_with_different_prompts_or_flags_are_refused(tmp_path):
     (tmp_path / "script.py").write_text(RANKS_SCRIPT)
     ranks = ["--standalone", "--nproc-per-node=2"]
