@@ -8,7 +8,7 @@
 #                  that they need, and a short run
 # make lint        run ruff
 #
-# The first one that you run also creates .venv.
+# The first one that you run also creates .venv (tests on a GPU machine: .venv-cpu).
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)

@@ -12,7 +12,7 @@ equation 1) by
 
 The script writes out_dir/{config.json, results.json, samples.jsonl}. In float32, the
 default on a CPU, the results hardly ever depend on the number of ranks. In bfloat16
-they may, because rounding depends on the batch size and then changes some tokens.
+they may, because rounding depends on the batch size and can change tokens.
 """
 
 from support.command import run_script
@@ -74,7 +74,7 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
 def estimate(correct: dict[str, list[int]], n: int) -> dict[str, dict]:
     """Return pass@k of each task, for k = 1, 2, 4, ... and n.
 
-    `correct` counts, by task, the correct ones among each problem's n samples.
+    For each problem of a task, `correct` has the number of correct samples, out of n.
     """
     ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
     return {
@@ -93,7 +93,7 @@ def evaluate(
 ) -> list[dict[str, list]]:
     """Sample responses to each problem; return them with rewards and truncation.
 
-    For each problem, the result has a dictionary of lists of `samples` entries. The
+    Each problem has a dictionary of lists, with one entry per sample. The
     ranks share the problems, and all of them return the whole result. For a given
     seed and number of samples, the noise depends only on the problem. `sampling` has
     further fields of vLLM's SamplingParams. A collective.

@@ -22,10 +22,10 @@ from support.models import model_folder
 CHUNK = 1024  # response tokens whose logits exist at the same time
 # check_sync accepts a mean |log pi_theta - log pi_b| of at most this many nats per
 # token. For SmolLM2-135M we measured 6e-6 in float32, 0.004 in float16, 0.03 in
-# bfloat16 and 0.2 in fp8. The embedded policy (tiny/) differs by less in each of these,
-# and a model of 1.5 billion random weights by 0.22 in fp8. For comparison, one update
-# of the embedded policy changes log pi_theta by about 0.001, and a layer that was not
-# synced changes log pi_b by several nats.
+# bfloat16 and 0.2 in fp8. Each of these is lower for the embedded policy (tiny/), and
+# the one in fp8 is 0.22 for a model of 1.5 billion random weights. For comparison, one
+# update of the embedded policy changes log pi_theta by about 0.001, and a layer that
+# was not synced changes log pi_b by several nats.
 SYNC_LIMITS = {
     torch.float32: 1e-4,
     torch.float16: 0.03,
@@ -56,7 +56,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def forward(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log pi_theta of the response tokens and of their K top_tokens.
+        """Return log pi_theta of the response tokens, and of the K top_tokens at each.
 
         The shapes are [N, T] and [N, T, K]. Values are float32, in nats, and 0 on
         padding. The head is applied in float32 (or TF32: see train.Run), and only to
@@ -121,7 +121,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
     # Computed tokens are numbered row by row, so the numbers in a column grow downward.
-    # The largest one at or above a row is thus that of the nearest computed token.
+    # Down to any row, the largest number of a column is thus that of the nearest
+    # computed token.
     number = (is_computed.flatten().cumsum(dim=0) - 1).view_as(tokens) * is_computed
     return number.cummax(dim=0).values, is_computed.nonzero(as_tuple=True)
 
@@ -239,7 +240,7 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     Returns their distance: the mean of |log pi_theta - log pi_b|, in nats per token, on
     the rank on which it is largest. Samples are drawn at the policy's temperature, so
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
-    distance exceeds its limit in SYNC_LIMITS; checkpoints are kept. A collective.
+    distance exceeds the largest of the SYNC_LIMITS that apply. A collective.
     """
     # The shortest prompts need the least memory. We take 16 samples because a few
     # short answers may have only 15 tokens in all. A single unlikely token among them,

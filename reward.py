@@ -101,8 +101,8 @@ def compute_rewards(
     )
 
 
-# Matches the names of a function's first two parameters if they suggest anything but
-# responses and then golds.
+# Matches the names of a function's first two parameters unless they could be responses
+# and golds, in this order.
 OTHER_PARAMETERS = re.compile(
     r"""(?x)
     # prompts or golds come first, as in (prompts, completions), (doc, results) and

@@ -122,10 +122,10 @@ class Engine:
     quantization "fp8_per_channel", vLLM computes linear layers in fp8, and quantizes
     their weights anew in every `load_weights`. load_format "hf" reads the files that
     support/models.py has checked. "dummy" starts with random weights, so that
-    check_sync notices a weight that `load_weights` does not load. max_model_len is in
-    tokens, kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with
-    vLLM's reason if it cannot build the engine, for example because the KV cache is too
-    small for one response or exceeds the free memory.
+    policy.check_sync notices a weight that was not loaded. max_model_len is in tokens,
+    kv_cache_gb in GB of 2^30 bytes, and top_logprobs is K. Raises Refused with vLLM's
+    reason if it cannot build the engine, for example because the KV cache is too small
+    for one response or exceeds the free memory.
     """
 
     asleep = False

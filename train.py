@@ -135,9 +135,9 @@ def update(
     """Make one optimizer step on the batch B and return its statistics.
 
     B has the tokens of these `rows` on every rank. `objective` is loss.p3o or the
-    function that --objective names. e_B and the gradient are those of the whole B,
-    however it is divided among ranks and micro-batches. Raises FloatingPointError, on
-    all ranks, if e_B or the gradient is not finite. A collective.
+    function that --objective names. e_B and P3O's gradient are those of the whole
+    B, however it is divided among ranks and micro-batches. Raises FloatingPointError,
+    on all ranks, if e_B or the gradient is not finite. A collective.
     """
     device = next(policy.parameters()).device
     # These are the micro-batches of this rank.
@@ -232,7 +232,7 @@ def sample_batch(
 def find_objective(
     name: str, hyper_parameters: dict[str, float | str]
 ) -> Callable[..., torch.Tensor]:
-    """Return the objective of this name, a function of the arguments of loss.p3o.
+    """Return the objective of this name. It takes the arguments of loss.p3o.
 
     The name is one of loss.LOSSES or module:name. Raises Refused if there is no such
     objective, if it does not accept these hyper-parameters, or if its loss does not
@@ -438,8 +438,8 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. On a CPU smaller micro-batches are as fast, but `update` runs the
-    forward pass twice for all except the last.
+    backward pass. On a CPU tokens take no longer in smaller micro-batches, but `update`
+    runs the forward pass of all micro-batches except the last twice.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens

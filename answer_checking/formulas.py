@@ -68,7 +68,7 @@ def normal_form(formula: Any) -> Any:
     """Return a list if order does not matter, a tuple if it does, else a sympy object.
 
     A list keeps repeated items. The tuple (1,2) stands for a pair, a column vector or
-    an open interval; that of [1,2) has two more items, which say which ends are open. A
+    an open interval. For [1,2) it has two more items, which say which ends are open. A
     union becomes the list of its intervals, and an inequality in one variable becomes
     the set of the values that the variable may have.
     """

@@ -5,10 +5,10 @@ exception or signal handler can interrupt.
 
 So `equal_formulas` runs this file once for each batch. That process, the judge, imports
 formulas.py and then forks one child for each pair, a few at a time. A child compares
-its pair and reports the verdict by its exit code. It may use LIMIT seconds of CPU time,
-not counting the time in which it waits for a core, and MEMORY bytes. If a child reaches
-a limit, its formulas count as not equal. If a child ends neither with a verdict nor by
-a limit, or if the judge cannot work, that is an error and not a verdict.
+its pair and reports the verdict by its exit code. It may use LIMIT seconds of CPU time
+and MEMORY bytes; waiting for a core does not count. If a child reaches a limit, its
+formulas count as not equal. If a child ends neither with a verdict nor by a limit, or
+if the judge cannot work, that is an error and not a verdict.
 
 A verdict depends only on its pair, because every child starts as the same copy of the
 judge.

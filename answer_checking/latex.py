@@ -1,8 +1,8 @@
 r"""Rewrites the many spellings of a LaTeX formula as one spelling.
 
 formulas.py parses the result. A missing rule costs the model the reward for a correct
-answer. A rule that strips something that is not a unit can reward a wrong answer, which
-the model would discover and exploit. So only common, unambiguous notation is rewritten.
+answer. A rule that strips too much can reward a wrong answer, which the model would
+discover and exploit. So only common, unambiguous notation is rewritten.
 
 An answer passes through SIGNS, and then through the rows of REWRITES from top to
 bottom. A row is `pattern -> replacement`; the # comment above it lists inputs that it

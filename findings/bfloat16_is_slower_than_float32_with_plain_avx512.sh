@@ -3,8 +3,8 @@
 # would expect a product of bfloat16 matrices to cost about as much as one of float32
 # matrices there, and much less if the CPU also has bfloat16 instructions.
 #
-# With bfloat16 instructions that holds. But on a CPU with AVX-512 and no bfloat16 instructions, such as a
-# Skylake, Cascade Lake or Ice Lake server, the product costs more than twice as much in
+# With bfloat16 instructions that holds. But on a CPU with AVX-512 and no bfloat16
+# instructions, such as a Skylake, Cascade Lake or Ice Lake server, the product costs more than twice as much in
 # bfloat16 as in float32. So True does not mean that bfloat16 is fast.
 #
 # Source: oneDNN computes the products. Without the instructions of AVX512_BF16 it

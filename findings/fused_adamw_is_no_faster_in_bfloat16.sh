@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# An optimizer step only reads and writes memory, so one would expect fused AdamW to take
+# An optimizer step mostly reads and writes memory, so one would expect fused AdamW to take
 # about half of the time if parameters, gradients and moments are bfloat16.
 #
 # On a CPU the step takes longer in bfloat16 than in float32: 1.1 to 1.3 times as long
 # on one thread of a processor that has AVX-512 and bfloat16 instructions.
 #
-# Source: aten/src/ATen/native/cpu/FusedAdamKernel.cpp. The bfloat16 instructions of CPUs
-# compute only dot products, so each vector is converted to float32 and back. With
+# Source: aten/src/ATen/native/cpu/FusedAdamKernel.cpp. AVX512_BF16 has no
+# elementwise arithmetic, so each vector is converted to float32 and back. With
 # one thread these conversions cost more than the memory traffic that they save.
 #
 # If you train on a CPU, bfloat16 parameters save memory, but no time in the optimizer.

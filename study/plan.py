@@ -17,8 +17,8 @@ minutes of a core.
                  BREAKING_KINDS and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
     rules        the six RULES of frameworks on four kinds of data; with 32 updates per
-                 step, these, OBJECTIVES_AT_32 and, at 2e-4, P3O and GRPO. There are
-                 three seeds, or five if any of the three collapsed: 125 runs
+                 step, RULES and OBJECTIVES_AT_32, and P3O and GRPO 0.2 at 2e-4. There
+                 are three seeds, or five if any of the three collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
@@ -149,7 +149,7 @@ CONSTANTS = ("p3o, e_B = 0.8", "p3o, e_B = 0.9", "p3o, e_B = 0.97")
 # from 0.45 to 0.09 in 20 steps.
 RATE_AT_32 = 5e-5
 # The objectives that run with 32 updates, besides RULES: those that the assignment of
-# CS336 compares, P3O, and the two best variants of P3O.
+# CS336 compares, P3O, and two good variants of P3O.
 OBJECTIVES_AT_32 = (
     "p3o",
     "grpo 0.2",

@@ -153,11 +153,11 @@ class Log:
         print(line)
         if step == 1 and metrics["groups_with_signal"] == 0:
             print(
-                "step 1 learned nothing from rewards, because the responses to each "
-                f"prompt all had the same one: {metrics['truncated']:.0%} of the "
-                "responses were cut at max_response_tokens, and "
-                f"{metrics['unmarked']:.0%} lack a \\boxed{{}} or #### that the "
-                f"verifier needs; see {self.out}/samples.jsonl"
+                "step 1 learned nothing from rewards, because those of each group are "
+                f"equal: {metrics['truncated']:.0%} of the responses were cut at "
+                f"max_response_tokens, and {metrics['unmarked']:.0%} lack a "
+                "\\boxed{} or #### that the verifier needs; see "
+                f"{self.out}/samples.jsonl"
             )
 
     def append_samples(self, step: int, rollouts: Any) -> None:

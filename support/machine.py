@@ -116,8 +116,8 @@ def prepare_cpu(ranks_of_node: int) -> None:
     """
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node))
     libc = ctypes.CDLL(None)
-    # Blocks above this many bytes are returned to the system when freed. It is the
-    # highest value that glibc accepts.
+    # Blocks above this many bytes are returned to the system when freed. glibc accepts
+    # no higher number.
     libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
     # A process must ask Linux for permission to use AMX, or it is killed by SIGILL.

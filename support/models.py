@@ -107,8 +107,8 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
     """Return a model's tokenizer and its context length, in tokens.
 
     Raises Refused if there is no such model, if its weights do not belong to its
-    config.json, if `tp` does not divide the ranks of a node or the model's heads, or
-    if policy.py cannot train it.
+    config.json, if `tp` does not divide the ranks of a node or the model's heads, or,
+    with `to_train`, if policy.py cannot train it.
     """
     folder = model_folder(model)
     try:

@@ -460,7 +460,7 @@ def gold_of(texts: dict[str, str], verifier: str) -> str:
     for pattern, fault in GOLD_FAULTS.items():
         if re.search(pattern, gold):
             raise ValueError(f"its answer {gold[:60]!r} {fault}")
-    # If the gold has an unpaired brace, a box around it has other content.
+    # No box can hold a gold with an unpaired brace.
     latex = latex_of(gold) if last_box(rf"\boxed{{{gold}}}") == gold else ""
     is_readable = {
         "exact": len(gold.split()) == 1,
@@ -485,11 +485,11 @@ class Dataset(NamedTuple):
     own: str = "(?s).*"  # matches the model's own turn, at the beginning of a text
 
     def own_turn(self, response: str) -> str:
-        """Return the text to grade: from the tag in the prompt to the end of the turn.
+        """Return the text to grade: `opened` and the response to the end of its turn.
 
         If only text separates the turns of a chat, such as "User:", sampling does not
-        stop there, and the next turns are the model's invention. So is the next problem
-        with its solution, which a base model often writes after its answer.
+        stop there, and the model invents the next turns. After its answer, a base model
+        often also invents the next problem with its solution.
         """
         return re.match(self.own, self.opened + response)[0]
 
@@ -533,8 +533,8 @@ def load_split(
     if len({*map(repr, problems)}) >= 2 * len({*map(repr, prompts)}):
         raise Refused(
             f"a prompt of {name_or_path} has on average two or more answers (the first "
-            f"problem is {problems[0]['prompt'][:50]!r}): the problem is in a column "
-            "that is not read or in several rows, or the chat template omits it"
+            f"problem is {problems[0]['prompt'][:50]!r}): its text is in a column that "
+            "is not read or in several rows, or the chat template omits it"
         )
     fits = [len(prompt) <= room for prompt in prompts]
     if not all(fits):

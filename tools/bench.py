@@ -207,8 +207,8 @@ def run_other(
 def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
     """Return the numbers of each round by row of the table, ours first.
 
-    If the code that ours is compared with fails, its row has the reason. Raises Refused
-    if our train.py fails.
+    If the other code fails, its row has the reason. Raises Refused if our train.py
+    fails.
     """
     failed: dict[str, str] = {}
 

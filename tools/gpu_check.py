@@ -109,7 +109,7 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
     run = Run(cfg)
     engine, policy, optimizer = run.engine, run.policy, run.optimizer
     # AdamW's first step moves every weight by the learning rate, so a layer's output
-    # moves by up to its width times that.
+    # moves by up to its width times the learning rate.
     rate = 0.02 / policy.model.config.hidden_size
     optimizer.param_groups[0]["lr"] = rate
     with phase(phases, "sync 0"):

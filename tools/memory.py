@@ -3,8 +3,8 @@
     python tools/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8
 
 It takes the flags of train.py and reads only the model's config.json; --model has to be
-a folder or a name without a revision. A GB is 2^30 bytes, as in --kv_cache_gb, and an
-"80 GB" card offers 79 of these. A run that does not fit is refused.
+a model folder or a name without a revision. A GB is 2^30 bytes, as in --kv_cache_gb,
+and an "80 GB" card offers 79 of these. A run that does not fit is refused.
 """
 
 import sys

@@ -11,9 +11,10 @@ vLLM samples with these flags, and the trainer's forward pass scores the same to
 float32. Nothing is trained, and no answer is checked. A float32 trainer that samples
 with vLLM in this way has the same mismatch.
 
-The KL is computed as in training: over the --top_logprobs likeliest tokens of pi_b and
-one bucket for all others. The third command lists the whole vocabulary, so its KL is
-exact. Such lists take 100 bytes per entry or more: 1 GB for 200 tokens.
+The KL is computed as in training: over the --top_logprobs likeliest tokens of pi_b and,
+without top-p and top-k, one bucket for all others. The third command lists the whole
+vocabulary, so its KL is exact. Such lists take 100 bytes per entry or more: 1 GB for
+200 tokens.
 """
 
 import sys

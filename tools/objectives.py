@@ -176,8 +176,8 @@ def a3po(
         log pi_prox = log pi_b + alpha (sg(log pi_theta) - log pi_b)
         loss = pi_prox / pi_b times the clipped loss in r = pi_theta / pi_prox
 
-    alpha is (d - 1) / d for data that are d updates old. For fresh data it is 0, and
-    the loss is GRPO's. The loss clips rho^(1 - alpha), so the older the data, the wider
+    alpha is (d - 1) / d for data that are d updates old. For d = 1 it is 0, and the
+    loss is GRPO's. The loss clips rho^(1 - alpha), so the older the data, the wider
     the range of rho. As in AReaL, a token with pi_prox / pi_b above cap has no loss.
     eps and cap are those of AReaL's example, whose d is at most 2.
 
@@ -373,7 +373,7 @@ def sequence_mask(
     1. In TRL, w is the product of pi_before / pi_b, and it multiplies DAPO's loss in
        pi_theta / pi_before. Here w is the product of pi_theta / pi_b. The two agree at
        the first update.
-    2. TRL divides the sum by the mean token count per update of a rollout batch.
+    2. TRL divides the sum by the mean token count of a rollout batch's updates.
        Here, as everywhere in this repository, it is divided by the token count of B.
     """
     log_w, _ = response_log_ratio(logp.detach(), logp_behavior, advantage)
@@ -389,7 +389,7 @@ def dppo_tv(
     eps: float = 0.2,
     cap: float = 20.0,
 ) -> Tensor:
-    """Return -sg(min(rho, cap)) A log pi_theta, and 0 for far tokens: [N, T].
+    """Return -sg(min(rho, cap)) A log pi_theta, and 0 for dropped ones: [N, T].
 
     DPPO-Binary-TV, arXiv 2602.04879, as in verl 0.9.1 (compute_policy_loss_dppo_tv). A
     token with A > 0 is dropped if pi_theta - pi_b > eps, and one with A < 0 if

@@ -10,7 +10,7 @@ from torch import Tensor
 def ess_of_variation(variation: float) -> float:
     """Return e_B of a batch whose ratios have this coefficient of variation.
 
-    The coefficient of variation is the (population's) standard deviation divided by the
+    The coefficient of variation is the population standard deviation divided by the
     mean.
     """
     raise NotImplementedError("part 1, e_B of the variation, is not written yet")
@@ -31,7 +31,7 @@ def ess_of_policies(policy: Tensor, behavior: Tensor) -> float:
 
 
 def token_weight(ratio: float, advantage: float, e_b: float) -> float:
-    """Return the weight w of a token in minus the gradient of (12).
+    """Return the weight w of a token in the negative gradient of (12).
 
     The KL is estimated from the sampled token by rho log rho - rho + 1. Minus the
     gradient of the loss is then the mean over the tokens of w grad log pi_theta(y_t).
