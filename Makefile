@@ -3,7 +3,8 @@
 # make test-all    run all tests, including those that take minutes
 # make compare     train with P3O, GRPO and REINFORCE on stale data, and draw a figure
 # make reproduce   make a small part of the study (18 runs), with tables and figures
-# make bench       measure the seconds of a step by phase (tools/bench.py: also TRL's)
+# make bench       measure the seconds of a step by phase (tools/bench.py can also
+#                  measure TRL)
 # make gpu-check   check this machine's GPU: how far engine and policy differ, the memory
 #                  that they need, and a short run
 # make lint        run ruff

@@ -22,10 +22,10 @@ from support.models import model_folder
 CHUNK = 1024  # response tokens whose logits exist at the same time
 # check_sync accepts a mean |log pi_theta - log pi_b| of at most this many nats per
 # token. For SmolLM2-135M we measured 6e-6 in float32, 0.004 in float16, 0.03 in
-# bfloat16 and 0.2 in fp8. Each of these is lower for the embedded policy (tiny/), and
-# the one in fp8 is 0.22 for a model of 1.5 billion random weights. For comparison, one
-# update of the embedded policy changes log pi_theta by about 0.001, and a layer that
-# was not synced changes log pi_b by several nats.
+# bfloat16 and 0.2 in fp8. All are lower for the embedded policy (tiny/). In fp8, a
+# model of 1.5 billion random weights has 0.22. For comparison, one update of the
+# embedded policy changes log pi_theta by about 0.001, and a layer that was not synced
+# changes log pi_b by several nats.
 SYNC_LIMITS = {
     torch.float32: 1e-4,
     torch.float16: 0.03,
@@ -121,8 +121,7 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
     # Computed tokens are numbered row by row, so the numbers in a column grow downward.
-    # Down to any row, the largest number of a column is thus that of the nearest
-    # computed token.
+    # cummax therefore finds, for every row, the last computed token at or above it.
     number = (is_computed.flatten().cumsum(dim=0) - 1).view_as(tokens) * is_computed
     return number.cummax(dim=0).values, is_computed.nonzero(as_tuple=True)
 
@@ -240,11 +239,11 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     Returns their distance: the mean of |log pi_theta - log pi_b|, in nats per token, on
     the rank on which it is largest. Samples are drawn at the policy's temperature, so
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
-    distance exceeds the largest of the SYNC_LIMITS that apply. A collective.
+    distance exceeds the largest limit of the dtypes in use. A collective.
     """
-    # The shortest prompts need the least memory. We take 16 samples because a few
-    # short answers may have only 15 tokens in all. A single unlikely token among them,
-    # off by 2 nats in bfloat16, would shift the mean by 0.13.
+    # The shortest prompts need the least memory. We take 16 samples because answers may
+    # be short. If fewer samples had only 15 tokens in all, a single unlikely token, off
+    # by 2 nats in bfloat16, would shift the mean by 0.13.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,
@@ -266,7 +265,9 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     dist.all_reduce(distance, dist.ReduceOp.MAX)
     precisions = {policy.dtype, engine.dtype, engine.quantization}
     if engine.dtype == torch.float32 and device.type == "cuda":
-        precisions.add(torch.bfloat16)  # vLLM may use TF32, which needs this limit too.
+        precisions.add(
+            torch.bfloat16
+        )  # vLLM may use TF32, which needs bfloat16's limit.
     limit = max(SYNC_LIMITS[precision] for precision in precisions)
     if distance > limit:
         raise Stopped(

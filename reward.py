@@ -121,8 +121,8 @@ def check_verifier(dataset: Dataset) -> None:
     """Raise Refused if the user's own verifier cannot score two empty responses.
 
     Reward functions of other trainers often take (prompts, completions, ...), and
-    metrics often take (golds, responses). Such a function would get the responses as
-    prompts or as golds, so it is refused if its parameters have such names.
+    metrics often take (golds, responses). Such a function would take the responses for
+    prompts or golds, so a function with these parameter names is refused.
     """
     if dataset.verifier in VERIFIERS:
         return
@@ -150,11 +150,12 @@ def checked_score(responses: list[str], golds: list[str], verifier: str) -> list
                 f"it gave {rewards[:9]}, not a number in [0, 1] for each response"
             )
     except Exception as error:  # the verifier may raise anything
+        where = f"the response {responses[0]!r} with the gold answer {golds[0]!r}"
         if len(golds) > 1:  # find one response on which it fails
             for response, gold in zip(responses, golds, strict=True):
                 checked_score([response], [gold], verifier)
+            where = f"{len(golds)} responses together, but on none of them alone"
         raise Stopped(
-            f"the verifier {verifier} fails on the responses {responses[:3]} with the "
-            f"gold answers {golds[:3]}: {one_line(error)}"
+            f"the verifier {verifier} fails on {where}: {one_line(error)}"
         ) from error
     return rewards

@@ -62,9 +62,9 @@ def prompts_of_rank(prompt_count: int) -> range:
     """Return the indices of this rank's prompts: r, r + w, r + 2w, ... for rank r of w.
 
     The responses to one prompt are a group, which is never divided among ranks. In
-    training all ranks have equally many prompts, because Config refuses any other
-    prompts_per_step. In an evaluation a rank may have none; eval.evaluate then gives it
-    the first problem, so that it takes part in every collective.
+    training, Config ensures that all ranks have equally many prompts. In an evaluation
+    a rank may have none; eval.evaluate then gives it the first problem, so that it
+    takes part in every collective.
     """
     return range(dist.get_rank(), prompt_count, dist.get_world_size())
 
@@ -82,8 +82,8 @@ def noise_seed(seed: int, group: int, samples: int) -> int:
 def unlink_shared_memory() -> None:
     """Unlink the shared memory through which ranks share an engine on a CPU.
 
-    By now every rank has opened the segment. Once unlinked, it is freed when the last
-    rank exits, so a later run finds no stale segment.
+    By now every rank has opened it. Once unlinked, it is freed when the last rank
+    exits, so a later run finds nothing stale.
     """
     for line in open("/proc/self/maps"):
         if "-cpushm" in line:  # /dev/shm/...-cpushm_0, of rank 0
@@ -319,9 +319,9 @@ class Engine:
         self.llm.update_weight_version(version)
 
     def sleep(self) -> None:
-        """On CUDA, lend out the memory of weights and KV cache until wake_up.
+        """Forbid sampling until wake_up; on CUDA, also lend out memory until then.
 
-        CUDA graphs and NCCL keep their memory.
+        It is the memory of weights and KV cache. CUDA graphs and NCCL keep theirs.
         """
         self.asleep = True
         if self.can_sleep:

@@ -134,7 +134,7 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on the batch B and return its statistics.
 
-    B has the tokens of these `rows` on every rank. `objective` is loss.p3o or the
+    B has the tokens of every rank's `rows`. `objective` is loss.p3o or the
     function that --objective names. e_B and P3O's gradient are those of the whole
     B, however it is divided among ranks and micro-batches. Raises FloatingPointError,
     on all ranks, if e_B or the gradient is not finite. A collective.
@@ -235,13 +235,13 @@ def find_objective(
     """Return the objective of this name. It takes the arguments of loss.p3o.
 
     The name is one of loss.LOSSES or module:name. Raises Refused if there is no such
-    objective, if it does not accept these hyper-parameters, or if its loss does not
-    favor good responses.
+    objective, if it does not accept these hyper-parameters, or if its loss has no
+    gradient or does not favor good responses.
     """
     try:
         objective = LOSSES.get(name) or pkgutil.resolve_name(name)
-        # Try it on a good and a bad response, with ratios of 1. Some objectives keep a
-        # state, so a copy is tried.
+        # Try it on a good and a bad response, with ratios of 1. An objective may be an
+        # object with a state, so a copy is tried.
         logp, logp_behavior, kl = torch.zeros(3, 2, 2)
         logp.requires_grad = True
         advantage = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
@@ -253,7 +253,8 @@ def find_objective(
         if not good < bad:  # true for NaN too
             raise ValueError(
                 "its loss does not favor responses with a positive advantage (is log "
-                "pi_b its first argument, or does the loss lack a minus sign?)"
+                "pi_b its first argument, is a minus sign missing, or is every token "
+                "dropped?)"
             )
     except Exception as error:  # the user's module may raise anything
         raise Refused(
@@ -438,8 +439,8 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. On a CPU tokens take no longer in smaller micro-batches, but `update`
-    runs the forward pass of all micro-batches except the last twice.
+    backward pass. On a CPU, small micro-batches cost no time per token. But in each
+    update, every micro-batch except the last needs a second forward pass.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens

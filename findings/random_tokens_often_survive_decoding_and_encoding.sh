@@ -12,7 +12,7 @@
 # begin a new piece, because they begin with a space or another kind of character.
 #
 # If you test whether your trainer keeps the sampled tokens, a few short random answers
-# do not show the error. Count over many answers, or use pairs that are known to merge.
+# may not reveal that it encodes them again. Count over many answers, or use pairs that are known to merge.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,8 +3,8 @@
     python notebooks/build.py
 
 Text and code are in walkthrough.py, because changes to a script are easier to read than
-changes to JSON. It is in jupytext's percent format: a line "# %% [markdown]" starts a
-cell of text, and "# %%" a cell of code.
+changes to JSON. The script is in jupytext's percent format: a line "# %% [markdown]"
+starts a cell of text, and "# %%" a cell of code.
 """
 
 from pathlib import Path

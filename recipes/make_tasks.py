@@ -6,7 +6,7 @@ sums-and-products/ has 400 sums up to 20+20 and 81 products up to 9*9, of which 
 held out. 3+8 and 8+3 are different problems: one may be held out and the other trained
 on.
 
-formulas/ has the same problems without words, of which 64 are held out. Its instruction
+formulas/ has the same problems without words; 64 are held out. Its instruction
 shows two solved problems, as prompts for base models do. On a CPU the model then solves
 0.23 of the held-out problems when sampled at temperature 1, and 0.61 when decoded
 greedily.

@@ -16,9 +16,9 @@ minutes of a core.
     grid         MAIN on all MISMATCHES with five seeds, and OTHERS on the
                  BREAKING_KINDS and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
-    rules        the six RULES of frameworks on four kinds of data; with 32 updates per
-                 step, RULES and OBJECTIVES_AT_32, and P3O and GRPO 0.2 at 2e-4. There
-                 are three seeds, or five if any of the three collapsed: 125 runs
+    rules        RULES on four kinds of data; RULES and OBJECTIVES_AT_32 with 32 updates
+                 per step, of which P3O and GRPO 0.2 also at 2e-4. There are three
+                 seeds, or five if any of the three collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
@@ -183,8 +183,8 @@ SMOLLM2_PARTS: dict[str, list[Cell]] = {
     ),
     "smollm2-rules": smollm2_cells(
         ("lag 4, formulas", "lag 16, formulas"),
-        # The last three are in smollm2-grid too. In a new --folder, all six are made
-        # on one machine.
+        # smollm2-grid has the last three too, so only in a new --folder all six are
+        # made on one machine.
         ("vespo", "dppo_tv", "sequence_mask", "p3o", "p3o, e_B = 0.9", "grpo 0.2"),
         range(3),
     ),

@@ -202,7 +202,7 @@ def weight_by_ratio(
     -A log pi_theta, w is A. The KL given to the objective is 0, so only the first term
     of P3O (12) counts. Each token is a response of its own.
     """
-    logp_behavior = torch.full((len(LOG_RATIO), 1), -1.0, dtype=torch.float64)  # [M, 1]
+    logp_behavior = torch.full((len(LOG_RATIO), 1), -2.5, dtype=torch.float64)  # [M, 1]
     logp = (logp_behavior + LOG_RATIO[:, None]).requires_grad_()
     advantages = torch.full_like(logp_behavior, advantage)
     loss = objective(logp, logp_behavior, advantages, torch.zeros_like(logp), e_b)

@@ -193,7 +193,7 @@ def publish(folder: Path) -> Iterator[Path]:
     """Yield a folder to write to, which gets its name at the end of the with-block.
 
     A run may be killed at any moment, so a new folder has its name only when it is
-    complete. An earlier folder of this name is deleted just before. Raises Stopped if
+    complete. An earlier folder of this name is deleted first. Raises Stopped if
     the folder cannot be written, as on a full disk. A collective.
     """
     unfinished = folder.with_name("unfinished")

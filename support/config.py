@@ -62,7 +62,7 @@ class SharedConfig(Flags):
     out_dir: Folder = ""
     """the folder to write to; by default a new one in runs/, named after the time"""
     max_response_tokens: PositiveInt = 64
-    """truncate responses after this many tokens; 64 suits only the task tiny"""
+    """truncate responses after this many tokens; 64 is too few for most tasks"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """sample from the most likely tokens that together have this probability; below 1
     the KL of a training run changes: see loss.restrict_to_kept_tokens"""

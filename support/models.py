@@ -1,10 +1,10 @@
 """Finds the model that the user named, and refuses one that cannot be used.
 
 A model is a run, a folder, or owner/name on the hub. It is refused before anything slow
-is built if its files are incomplete, or if vLLM and transformers do not compute the
-same function from its config.json. Weights are checked by the headers of their
-safetensors (and a tied head by its values), so a large model takes hardly longer than
-a small one.
+is built if its files are incomplete or, for training, if vLLM and transformers do not
+compute the same function from its config.json. Weights are checked by the headers of
+their safetensors (and a tied head by its values), so a large model takes hardly longer
+than a small one.
 """
 
 import functools
@@ -106,9 +106,9 @@ def model_folder(model: str) -> str:
 def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any, int]:
     """Return a model's tokenizer and its context length, in tokens.
 
-    Raises Refused if there is no such model, if its weights do not belong to its
-    config.json, if `tp` does not divide the ranks of a node or the model's heads, or,
-    with `to_train`, if policy.py cannot train it.
+    Raises Refused if there is no such model, if its weights, its tokenizer or `tp` do
+    not fit it, if a CPU cannot run its attention heads, or, with `to_train`, if
+    policy.py cannot train it.
     """
     folder = model_folder(model)
     try:
@@ -199,7 +199,7 @@ def check_heads(model: str, config: Any, tp: int) -> None:
     # Each rank has one or several key heads, or several ranks share one.
     if heads % tp or max(kv_heads, tp) % min(kv_heads, tp):
         raise Refused(
-            f"rollout_tp is {tp}, which does not divide the {heads} attention heads "
+            f"rollout_tp is {tp}, which does not suit the {heads} attention heads "
             f"and {kv_heads} key heads of {model}"
         )
     size = getattr(config, "head_dim", None) or config.hidden_size // heads

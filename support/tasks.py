@@ -98,8 +98,8 @@ PART_OF_PROBLEM = re.compile(
     )$"""
 )
 # Matches what is not text in a problem: pictures, and the turns of a chat with any
-# model. No repetition runs past the beginning of another possible match, so that long
-# texts are fast.
+# model. No repetition runs past the beginning of another possible match, so searches
+# of long texts are fast.
 MARKUP = re.compile(
     r"""(?ix)
     # <image>, <image_1>, <img src="x.png">, <ImageHere>, <video>
@@ -494,7 +494,7 @@ class Dataset(NamedTuple):
         return re.match(self.own, self.opened + response)[0]
 
     def is_unmarked(self, response: str) -> bool:
-        """Return whether a response lacks the \\boxed{} or #### of a math verifier."""
+        """Return whether a response lacks the \\boxed{} or #### that is needed."""
         return self.verifier in ("gsm8k", "math") and not final_answer(
             without_thoughts(self.own_turn(response))
         )
@@ -517,9 +517,9 @@ def load_split(
     """Return the first `limit` problems of a task's split (0: all) and their prompts.
 
     `verifier`, if given, replaces that of the task. With `drop_long`, prompts of more
-    than `room` tokens are dropped and counted; otherwise, or if none would be left,
-    raises Refused. Also raises Refused if a text contains a special token, or a
-    character that the tokenizer cannot represent.
+    than `room` tokens are dropped and counted. Raises Refused if there are such prompts
+    without `drop_long`, if no prompt is left, or if a text contains a special token or
+    a character that the tokenizer cannot represent.
     """
     task = task_of(name_or_path)
     problems = load_task(name_or_path, split, verifier)[: limit or None]
@@ -532,9 +532,9 @@ def load_split(
     # them.
     if len({*map(repr, problems)}) >= 2 * len({*map(repr, prompts)}):
         raise Refused(
-            f"a prompt of {name_or_path} has on average two or more answers (the first "
-            f"problem is {problems[0]['prompt'][:50]!r}): its text is in a column that "
-            "is not read or in several rows, or the chat template omits it"
+            f"the prompts of {name_or_path} have on average two or more answers (the "
+            f"first problem is {problems[0]['prompt'][:50]!r}): a problem is partly in "
+            "a column that is not read, rows repeat it, or the chat template omits it"
         )
     fits = [len(prompt) <= room for prompt in prompts]
     if not all(fits):

@@ -329,7 +329,7 @@ def test_a_first_step_without_any_signal_is_explained_at_once(log, capsys):
     assert (metrics["truncated"], metrics["unmarked"]) == (0.75, 0.5)
     log.write(STEP_METRICS | metrics)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "step 1 learned nothing from rewards, because those of each group are equal: "
+        "step 1 learned nothing from rewards, because those within a group are equal: "
         "75% of the responses were cut at max_response_tokens, and "
         "50% lack a \\boxed{} or #### that the verifier needs; see "
         f"{log.out}/samples.jsonl"

@@ -158,8 +158,8 @@ def test_no_script_starts_with_a_missing_weight_or_a_verifier_that_cannot_score(
 # Of models with 12 heads of 12, on three ranks that share an engine. Three ranks can
 # neither share two key heads equally nor have one together.
 REFUSED_CONFIGS = """
-{"num_key_value_heads": 2} -> 3, which does not divide the 12 attention heads and 2 key
-{"num_attention_heads": 8} -> 3, which does not divide the 8 attention heads and 1 key
+{"num_key_value_heads": 2} -> 3, which does not suit the 12 attention heads and 2 key
+{"num_attention_heads": 8} -> 3, which does not suit the 8 attention heads and 1 key
 {"quantization_config": {"quant_method": "fp8"}} -> has quantization_config {
 {"model_type": "gpt2"} -> is of type gpt2, which train.py cannot train
 {"final_logit_softcapping": 30.0} -> config.json has final_logit_softcapping 30.0, for

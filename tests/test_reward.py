@@ -768,10 +768,8 @@ def test_an_equal_pair_and_whole_numbers_need_no_judge(monkeypatch):
     assert score(responses, [r"\sqrt{2}", "18", "18", "18"]) == [1.0, 1.0, 1.0, 0.0]
     split = Dataset([{"prompt": "", "answer": "y"}], [], "math")
     responses = [r"\boxed{y}", r"\boxed{x}"]
-    sentence = (
-        r"fails on the responses \['\\\\boxed{x}'\] with the gold answers \['y'\]"
-    )
-    with pytest.raises(Stopped, match=f"^the verifier math {sentence}: formulas cann"):
+    sentence = r"^the verifier math fails on the response '\\\\boxed{x}' with the gold "
+    with pytest.raises(Stopped, match=f"{sentence}answer 'y': formulas cannot be comp"):
         compute_rewards(split, [0], responses)
 
 

@@ -380,9 +380,10 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
-        the learning rate: at 1e-4 one run in nine (REINFORCE) collapses, and at 4e-4
-        all do. Even rounding matters: a [variant](study/README.md#which-runs-collapse)
-        that equals P3O up to rounding collapsed in two of three runs."""
+        the learning rate: at 1e-4 only one of REINFORCE's three runs collapses, and at
+        4e-4 all nine runs do. Even rounding matters: a
+        [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
+        collapsed in two of three runs."""
     assert says(FRONT, sentences)
     assert collapses(repeats("p3o, KL at one heat", "16 updates")) == "2 of 3"
     p3o, grpo = (collapses(repeats(name, "32 updates")) for name in FRONT_COLUMNS[:2])
@@ -407,10 +408,10 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
         {-greedy["lag 16"]:.3f}."""
     assert says(FRONT, sentences)
     *first, (old, half), last = (lead(CONSTANT, name) for name in FRONT_ROWS)
-    assert all(abs(middle) < 0.02 for middle, _ in (*first, last)) and old < -half
-    sentence = f"""With three seeds each, sampled accuracy is {-old:.2f} higher on old
-        data, and elsewhere differs by less than 0.02 (16 updates: {last[0]:.2f} ±
-        {last[1]:.2f})."""
+    worst = max(middle for middle, _ in (*first, last))
+    assert 0 < worst < 0.02 and old < -half
+    sentence = f"""With three seeds, its sampled accuracy is {-old:.2f} higher on old
+        data and at most {worst:.2f} lower elsewhere."""
     assert says(FRONT, sentence)
 
 

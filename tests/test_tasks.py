@@ -657,10 +657,8 @@ def test_a_verifier_of_ones_own_gets_whole_golds_and_gives_parts_of_a_reward(loa
     # In floating point 49 * (1 / 49) is 0.9999999999999999.
     rewards = compute_rewards(dataset, [0, 1], ["7777777", "7" * 49, "", "5"])
     assert rewards == [0.142857, 1.0, 0.0, 0.5]
-    sentence = (
-        r"length_of_digits fails on the responses \['123'\] with the gold answers"
-    )
-    with pytest.raises(Stopped, match=rf"{sentence} \['56'\]: it gave .1.5."):
+    sentence = "test_tasks:length_of_digits fails on the response '123' with the gold"
+    with pytest.raises(Stopped, match=f"{sentence} answer '56': it gave .1.5."):
         compute_rewards(dataset, [0, 1], ["1", "123"])
 
 
@@ -682,10 +680,10 @@ f(reference, hypothesis): return [1.0, 1.0] -> begin with reference hypothesis
 f(golds, responses): return [1.0, 1.0] -> begin with golds responses
 f(y_true, y_pred): return [1.0, 1.0] -> begin with y_true y_pred
 f(completions, *, answer): return [1.0, 1.0] -> takes 1 positional argument but 2 were
-f(response, gold): return 1.0 -> fails on the responses \[''\] .*not iterable
-f(texts, golds): return [float(t[0]["x"]) for t in texts] -> responses \[''\] .*out of r
+f(response, gold): return 1.0 -> fails on the response '' .*not iterable
+f(texts, golds): return [float(t[0]["x"]) for t in texts] -> the response '' .*out of r
 f(texts, golds): return [-1.0] * len(golds) -> fails .*it gave \[-1.0\], not a number in
-f(texts, golds): return [1.0] -> responses \['', ''\] .*: it gave \[1.0\], not a numb
+f(texts, golds): return [1.0] -> 2 responses together, .* alone: it gave \[1.0\], not
 f(texts, golds): return [None] * len(golds) -> fails .*not 'NoneType'
 f(texts, golds): exit("no key") -> no key
 g(texts, golds): return [1.0, 1.0] -> no attribute 'f'

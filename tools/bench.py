@@ -4,8 +4,8 @@
     python tools/bench.py --model models/SmolLM2-135M-Instruct \\
         --trl_python .venv-trl/bin/python --dtypes float32,bfloat16
 
-The first command compares a step of the embedded policy, which has two updates, with a
-step of a minimal script, which has one (tools/bare_step.py). The second command also
+The first command compares a step of the embedded policy (two updates) with one of a
+minimal script (one update; tools/bare_step.py). The second command also
 measures a pretrained model (tools/smollm2.py makes its folder), and compares both with
 TRL's GRPOTrainer. TRL needs an environment of its own:
 
@@ -77,13 +77,13 @@ class BenchConfig(Flags):
     rounds: PositiveInt = 3
     """runs of each kind, which alternate"""
     counted: PositiveInt = 5
-    """steps of a run that count"""
+    """steps to measure in a run"""
     out: str = "runs/bench.json"
     """file for the numbers"""
 
 
 class Failed(Exception):
-    """A command failed; the message is the last line that it printed."""
+    """A command failed; the message is the last line of its stderr."""
 
 
 # Comparing
@@ -257,7 +257,7 @@ def machine() -> str:
 
 
 def report(made_with: str, columns: dict[str, dict[str, Any]]) -> str:
-    """Return the page: how it was measured, and a column for each model and dtype."""
+    """Return the page: command and machine, and a column for each model and dtype."""
     titles = dict.fromkeys(title for found in columns.values() for title in found)
     rows = [["", *columns]]
     for title in titles:

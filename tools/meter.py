@@ -53,7 +53,7 @@ def measure(log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     for percent in (1, 50, 99):
         quantile = ratio.quantile(percent / 100, interpolation="nearest")
         found[f"rho q{percent}"] = quantile.item()
-    # The mean of rho log rho - rho + 1 over samples of pi_b is the KL.
+    # Under pi_b, the mean of rho log rho - rho + 1 is the KL.
     found["KL, sampled token"] = (ratio * tokens - ratio + 1).mean().item()
     return found
 
@@ -94,7 +94,7 @@ def main() -> None:
     mask = rollouts.mask
 
     print(f"{len(rollouts.text)} responses, {int(mask.sum())} tokens")
-    # The mean of -log pi_b over samples of pi_b is its entropy.
+    # Under pi_b, the mean of -log pi_b is the entropy.
     print(f"{'entropy of pi_b':20}{-rollouts.logp_behavior[mask].mean():10.5g}")
     for name, value in measure(log_ratio, mask).items():
         print(f"{name:20}{value:10.5g}")

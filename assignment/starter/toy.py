@@ -113,9 +113,9 @@ def random_ranks(
     """Draw each rank's micro-batches; sizes has the number of responses of each.
 
     The logits of pi_b are those of the policy with this weight, [FEATURES, VOCABULARY],
-    plus noise. The first response is fresh: its noise is 0. The standard deviation of
-    the noise grows by `staleness` from each response to the next. The second response
-    has an advantage of 0.
+    plus noise. For response n = 0, 1, ... the noise has the standard deviation
+    n `staleness`, so the first response is fresh. The second response has an advantage
+    of 0. Tokens are drawn uniformly, not from pi_b.
     """
     generator = torch.Generator().manual_seed(seed)
 
