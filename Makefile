@@ -9,7 +9,7 @@
 #                  that they need, and a short run
 # make lint        run ruff
 #
-# The first one that you run also creates .venv (tests on a GPU machine: .venv-cpu).
+# Your first command also creates .venv (tests on a GPU machine use .venv-cpu).
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)

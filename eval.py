@@ -1,7 +1,7 @@
-"""Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
+r"""Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
 
     python eval.py --model runs/NAME --task tiny --samples 8
-    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k,math \\
+    torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k,math \
         --max_response_tokens 4096 --kv_cache_gb 8
 
 pass@k is the probability that at least one of k samples is correct (has reward 1). From

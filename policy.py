@@ -242,8 +242,8 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     distance exceeds the largest limit of the dtypes in use. A collective.
     """
     # The shortest prompts need the least memory. We take 16 samples because answers may
-    # be short. If fewer samples had only 15 tokens in all, a single unlikely token, off
-    # by 2 nats in bfloat16, would shift the mean by 0.13.
+    # be short: among only 15 tokens, a single unlikely one, off by 2 nats in bfloat16,
+    # would shift the mean by 0.13.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,

@@ -3,7 +3,7 @@ r"""Decides whether an answer is correct.
 A response is judged in three steps:
 
     1. Where is its final answer?    after </think>: in the last \boxed{} or else after
-                                     the last ####; for "exact", the last word
+                                     the last ####; verifier "exact": the last word
     2. What does the answer mean?    a word, a number, or a formula in LaTeX
     3. Is it the gold answer?        the same word, number or formula
 

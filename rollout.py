@@ -82,8 +82,8 @@ def noise_seed(seed: int, group: int, samples: int) -> int:
 def unlink_shared_memory() -> None:
     """Unlink the shared memory through which ranks share an engine on a CPU.
 
-    By now every rank has opened it. Once unlinked, it is freed when the last rank
-    exits, so a later run finds nothing stale.
+    Call this once every rank has opened it. It is then freed when the last rank exits,
+    so a later run finds nothing stale.
     """
     for line in open("/proc/self/maps"):
         if "-cpushm" in line:  # /dev/shm/...-cpushm_0, of rank 0
@@ -319,9 +319,9 @@ class Engine:
         self.llm.update_weight_version(version)
 
     def sleep(self) -> None:
-        """Forbid sampling until wake_up; on CUDA, also lend out memory until then.
+        """Forbid sampling until wake_up and, if can_sleep, lend out memory.
 
-        It is the memory of weights and KV cache. CUDA graphs and NCCL keep theirs.
+        Weights and KV cache lend their memory. CUDA graphs and NCCL keep theirs.
         """
         self.asleep = True
         if self.can_sleep:

@@ -134,10 +134,11 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on the batch B and return its statistics.
 
-    B has the tokens of every rank's `rows`. `objective` is loss.p3o or the
-    function that --objective names. e_B and P3O's gradient are those of the whole
-    B, however it is divided among ranks and micro-batches. Raises FloatingPointError,
-    on all ranks, if e_B or the gradient is not finite. A collective.
+    B has the response tokens of these `rows` of every rank's rollouts. `objective` is
+    loss.p3o or the function that --objective names. e_B and P3O's gradient are those of
+    the whole B, however it is divided among ranks and micro-batches. Raises
+    FloatingPointError, on all ranks, if e_B or the gradient is not finite. A
+    collective.
     """
     device = next(policy.parameters()).device
     # These are the micro-batches of this rank.
@@ -421,8 +422,8 @@ def micro_batches(
     that they have equally many rows, and the longest sequence of all ranks determines
     how many responses a micro-batch has. Sequences (a prompt and its response) are
     sorted by the integer part of log2(length), which limits the padding. Within a
-    micro-batch they keep their order. So most responses to the same prompt are
-    neighbors, and the policy computes the prompt only once for them (see
+    micro-batch they have the order of the rollout batch. So most responses to the same
+    prompt are neighbors, and the policy computes the prompt only once for them (see
     policy.distinct_tokens). A collective.
     """
     length = rollouts.prompt_length + rollouts.mask.sum(dim=1)  # [N]
@@ -439,7 +440,7 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. On a CPU, small micro-batches cost no time per token. But in each
+    backward pass. On a CPU, small micro-batches are as fast per token. But in each
     update, every micro-batch except the last needs a second forward pass.
     """
     if torch.cuda.is_available():

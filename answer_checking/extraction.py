@@ -1,8 +1,8 @@
 r"""Finds the final answer of a response.
 
-The final answer is the content of the last \boxed{...}, or else the text that follows
-the last ####, to the end of its line. It must come after the thoughts, which end with a
-tag such as </think>.
+The final answer is the content of the last \boxed{...}, or else the first line of text
+after the last ####. It must come after the thoughts, which end with a tag such as
+</think>.
 """
 
 import re
@@ -97,7 +97,7 @@ def without_thoughts(response: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the content of the last box, or the line of text after the last ####.
+    r"""Return the content of the last box, or the first line after the last ####.
 
     The result is "" if there is neither a box nor a ####.
     """

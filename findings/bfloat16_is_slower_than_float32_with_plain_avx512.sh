@@ -4,15 +4,16 @@
 # matrices there, and much less if the CPU also has bfloat16 instructions.
 #
 # With bfloat16 instructions that holds. But on a CPU with AVX-512 and no bfloat16
-# instructions, such as a Skylake, Cascade Lake or Ice Lake server, the product costs more than twice as much in
-# bfloat16 as in float32. So True does not mean that bfloat16 is fast.
+# instructions, such as a Skylake, Cascade Lake or Ice Lake server, the product costs
+# more than twice as much in bfloat16 as in float32. So True does not mean that bfloat16
+# is fast.
 #
 # Source: oneDNN computes the products. Without the instructions of AVX512_BF16 it
-# imitates them. ONEDNN_MAX_CPU_ISA limits the instructions that oneDNN may use, so
-# a newer processor can stand for an older one here.
+# imitates them. ONEDNN_MAX_CPU_ISA limits the instructions that oneDNN may use, so a
+# newer processor can stand for an older one here.
 #
-# If your code chooses the dtype of an engine on a CPU, look for avx512_bf16 or amx_bf16 in
-# /proc/cpuinfo, or time a product, instead of asking torch.
+# If your code chooses the dtype of an engine on a CPU, look for avx512_bf16 or amx_bf16
+# in /proc/cpuinfo, or time a product, instead of asking torch.
 set -eu
 if ! grep -qw avx512bw /proc/cpuinfo; then
     echo "not applicable: this CPU has no AVX-512"

@@ -4,15 +4,15 @@
 # operations on denormal numbers do on many CPUs, and set_flush_denormal(True) to remove
 # this cost.
 #
-# torch.exp takes about 34 times as long for each value between -88 and -103, and 11 times
-# as long below. set_flush_denormal changes neither. Minus infinity costs
-# over three times as much as an ordinary value.
+# torch.exp takes about 34 times as long for a value between -88 and -103 as for an
+# ordinary one, and 11 times as long below. set_flush_denormal changes neither. Minus
+# infinity costs over three times as much as an ordinary value.
 #
 # Source: aten/src/ATen/cpu/vml.h calls MKL's exponential function with VML_FTZDAZ_OFF,
 # which overrides the processor's flag. torch.softmax has an exponential of its own.
 #
-# If you need probabilities on a CPU, call softmax. For a sharp policy, log_softmax and exp
-# cost over ten times as much. Clamp log-probabilities at -87 before you call exp.
+# If you need probabilities on a CPU, call softmax. For a sharp policy, log_softmax and
+# exp cost over ten times as much. Clamp log-probabilities at -87 before you call exp.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

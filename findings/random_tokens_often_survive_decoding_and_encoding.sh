@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Tokens that a policy samples, decoded to text and encoded again, need not come back as
-# the same tokens, so log-probabilities must be computed on the sampled tokens. One would
-# expect a sequence of random tokens to come back almost never: neighbors that happen to
-# form a known word would be merged, and partial characters would be replaced.
+# the same tokens, so log-probabilities must be computed on the sampled tokens. One
+# would expect a sequence of random tokens to come back almost never: neighbors that
+# happen to form a known word would be merged, and partial characters would be replaced.
 #
-# With a public tokenizer of 131,072 tokens, about one in five sequences of 50 random tokens
-# comes back unchanged, and so do 96% of random pairs. Of single tokens, only those that
-# are not valid UTF-8 fail: 1.1% of all tokens.
+# With a public tokenizer of 131,072 tokens, about one in five sequences of 50 random
+# tokens comes back unchanged, and so do 96% of random pairs. Of single tokens, only
+# those that are not valid UTF-8 fail: 1.1% of all tokens.
 #
 # Source: the tokenizer's pattern splits the text before it merges anything. Most tokens
 # begin a new piece, because they begin with a space or another kind of character.
 #
 # If you test whether your trainer keeps the sampled tokens, a few short random answers
-# may not reveal that it encodes them again. Count over many answers, or use pairs that are known to merge.
+# may not reveal that it encodes them again. Count over many answers, or use pairs that
+# are known to merge.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

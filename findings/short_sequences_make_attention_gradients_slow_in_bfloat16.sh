@@ -2,11 +2,11 @@
 # On a CPU with bfloat16 instructions, one would expect bfloat16 to change the time of
 # scaled_dot_product_attention about equally forward and backward.
 #
-# Forward, the two dtypes are nearly equal. But on short sequences the backward pass takes
-# several times as long in bfloat16: eight times with 16 tokens and heads of size 32, and three
-# or four times with 32 to 128 tokens. With 512 tokens the two dtypes are nearly equal. An update of
-# SmolLM2-135M on sequences of 65 tokens spent 0.16 of its time in this backward pass in
-# bfloat16, and 0.04 in float32.
+# Forward, the two dtypes are nearly equal. But on short sequences the backward pass
+# takes several times as long in bfloat16: eight times with 16 tokens and heads of size
+# 32, and three or four times with 32 to 128 tokens. With 512 tokens the two dtypes are
+# nearly equal. An update of SmolLM2-135M on sequences of 65 tokens spent 0.16 of its
+# time in this backward pass in bfloat16, and 0.04 in float32.
 #
 # If you train in bfloat16 on a CPU, cast queries, keys and values to float32 before the
 # attention, and its result back.

@@ -11,7 +11,7 @@
 # root, its scaling and the sum with eps), and M_MMAP_THRESHOLD in mallopt(3).
 #
 # If you train on a CPU, use fused=True. A checkpoint's param_groups carry this
-# setting too, so load_state_dict of a default optimizer's state makes it None again.
+# setting too, so loading a default optimizer's state sets fused back to None.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -17,17 +17,17 @@ minutes of a core.
                  BREAKING_KINDS and at T = 1.6 with three seeds: 476 runs
     constants    a constant in place of e_B, with three seeds: 126 runs
     rules        RULES on four kinds of data; RULES and OBJECTIVES_AT_32 with 32 updates
-                 per step, of which P3O and GRPO 0.2 also at 2e-4. There are three
-                 seeds, or five if any of the three collapsed: 125 runs
+                 per step (P3O and GRPO 0.2 also at 2e-4). There are three seeds, or
+                 five if any of the three collapsed: 125 runs
 
 These are the parts of SmolLM2-135M (--model). Each run takes a quarter of an hour of a
 core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not 120.
 
     smollm2-grid   six objectives on six kinds of data with three seeds: 108 runs. The
                    task is recipes/formulas, whose prompts begin with two solved
-                   problems. For --model, make the model's folder as in
-                   recipes/README.md#a-pretrained-model-on-a-laptop, copy it, and change
-                   its chat_template.jinja to {{ messages[0]["content"] }}
+                   problems. For --model, copy the model's folder of
+                   recipes/README.md#a-pretrained-model-on-a-laptop, and change the
+                   copy's chat_template.jinja to {{ messages[0]["content"] }}
     smollm2-rules  the two best of the six rules, TRL's default, P3O, the constant 0.9
                    and GRPO on old data, with three seeds: 36 runs on the same task
 
@@ -183,8 +183,8 @@ SMOLLM2_PARTS: dict[str, list[Cell]] = {
     ),
     "smollm2-rules": smollm2_cells(
         ("lag 4, formulas", "lag 16, formulas"),
-        # smollm2-grid has the last three too, so only in a new --folder all six are
-        # made on one machine.
+        # smollm2-grid has the last three too. To make all six on one machine, give a
+        # new --folder.
         ("vespo", "dppo_tv", "sequence_mask", "p3o", "p3o, e_B = 0.9", "grpo 0.2"),
         range(3),
     ),

@@ -196,7 +196,7 @@ LOG_RATIO = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)  # log rho, nats
 def weight_by_ratio(
     objective: Callable[..., torch.Tensor], advantage: float, e_b: float
 ) -> torch.Tensor:
-    """Return the weight w of a token in the gradient, for each ratio in LOG_RATIO: [M].
+    """Return the weight w of a token in the gradient, for each of LOG_RATIO: [M].
 
     The gradient of a token's loss is -w grad log pi_theta. For REINFORCE, whose loss is
     -A log pi_theta, w is A. The KL given to the objective is 0, so only the first term

@@ -190,7 +190,7 @@ def take_folder(out: Path, cfg: Flags) -> None:
 
 @contextmanager
 def publish(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which gets its name at the end of the with-block.
+    """Yield a folder to write to, and rename it to `folder` after the with-block.
 
     A run may be killed at any moment, so a new folder has its name only when it is
     complete. An earlier folder of this name is deleted first. Raises Stopped if

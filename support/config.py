@@ -64,7 +64,7 @@ class SharedConfig(Flags):
     max_response_tokens: PositiveInt = 64
     """truncate responses after this many tokens; 64 is too few for most tasks"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """sample from the most likely tokens that together have this probability; below 1
+    """sample from the most likely tokens that together have this probability; below 1,
     the KL of a training run changes: see loss.restrict_to_kept_tokens"""
     seed: NonNegativeInt = 0
     """determines the sampling noise and, in training, the order of the problems"""

@@ -97,8 +97,8 @@ PART_OF_PROBLEM = re.compile(
     | body
     )$"""
 )
-# Matches what is not text in a problem: pictures, and the turns of a chat with any
-# model. No repetition runs past the beginning of another possible match, so searches
+# Matches what is not text in a problem: pictures, and any model's chat
+# markup. No repetition runs past the beginning of another possible match, so searches
 # of long texts are fast.
 MARKUP = re.compile(
     r"""(?ix)
@@ -257,7 +257,7 @@ def load_task(
     """Return [{"prompt": problem, "answer": gold}, ...] of "train" or "heldout".
 
     `verifier` replaces that of the task. A built-in verifier can read every gold that
-    is returned. A row that cannot be used is refused in the user's own files. In a hub
+    is returned. In the user's own files, a row that cannot be used is refused. In a hub
     dataset, which the user cannot correct, it is left out and counted on stderr. The
     columns that are not read are also named there.
 
@@ -481,7 +481,7 @@ class Dataset(NamedTuple):
     problems: list[dict[str, str]]  # {"prompt": ..., "answer": ...}
     prompts: list[list[int]]  # token ids, one prompt for each problem
     verifier: str
-    opened: str = ""  # the tag of thoughts with which the prompts end, such as <think>
+    opened: str = ""  # the thought tag that ends the prompts, such as <think>
     own: str = "(?s).*"  # matches the model's own turn, at the beginning of a text
 
     def own_turn(self, response: str) -> str:

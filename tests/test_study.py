@@ -380,8 +380,8 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
-        the learning rate: at 1e-4 only one of REINFORCE's three runs collapses, and at
-        4e-4 all nine runs do. Even rounding matters: a
+        the learning rate: of nine runs, one of REINFORCE's collapses at 1e-4, and all
+        nine at 4e-4. Even rounding matters: a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed in two of three runs."""
     assert says(FRONT, sentences)

@@ -1,13 +1,13 @@
-"""Measures the seconds of a training step by phase, and compares it with other code.
+r"""Measures the seconds of a training step by phase, and compares it with other code.
 
     python tools/bench.py
-    python tools/bench.py --model models/SmolLM2-135M-Instruct \\
+    python tools/bench.py --model models/SmolLM2-135M-Instruct \
         --trl_python .venv-trl/bin/python --dtypes float32,bfloat16
 
 The first command compares a step of the embedded policy (two updates) with one of a
 minimal script (one update; tools/bare_step.py). The second command also
-measures a pretrained model (tools/smollm2.py makes its folder), and compares both with
-TRL's GRPOTrainer. TRL needs an environment of its own:
+measures a pretrained model (tools/smollm2.py makes its folder), and TRL's GRPOTrainer
+on both models. TRL needs an environment of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0
@@ -75,7 +75,7 @@ class BenchConfig(Flags):
     earlier: str = ""
     """a checkout of another commit to compare with"""
     rounds: PositiveInt = 3
-    """runs of each kind, which alternate"""
+    """runs of each program, in turn"""
     counted: PositiveInt = 5
     """steps to measure in a run"""
     out: str = "runs/bench.json"

@@ -1,8 +1,8 @@
-"""Checks engine and trainer on this machine's GPUs, and prints numbers with limits.
+r"""Checks engine and trainer on this machine's GPUs, and prints numbers with limits.
 
     make gpu-check
     torchrun --standalone tools/gpu_check.py --size 1.5B
-    torchrun --nproc-per-node 8 tools/gpu_check.py \\
+    torchrun --nproc-per-node 8 tools/gpu_check.py \
         --config recipes/gsm8k-8gpu.yaml --rollout_quantization fp8_per_channel
 
 It takes the flags of train.py and makes three steps of its loop, with made-up rewards

@@ -1,10 +1,10 @@
-"""Measures how far off-policy the samples of a rollout engine are.
+r"""Measures how far off-policy the samples of a rollout engine are.
 
     python tools/meter.py --model tiny --temperature 1.2
-    python tools/meter.py --rollout_quantization fp8_per_channel \\
+    python tools/meter.py --rollout_quantization fp8_per_channel \
         --rollout_dtype bfloat16 --top_p 0.9
-    python tools/meter.py --model models/SmolLM2-135M-Instruct \\
-        --task recipes/sums-and-products --responses 16 --max_response_tokens 16 \\
+    python tools/meter.py --model models/SmolLM2-135M-Instruct \
+        --task recipes/sums-and-products --responses 16 --max_response_tokens 16 \
         --top_logprobs 49152 --temperature 1.2
 
 vLLM samples with these flags, and the trainer's forward pass scores the same tokens in

@@ -139,8 +139,8 @@ def m2po(
     M2PO, arXiv 2510.01161, Algorithm 1, as shown on its authors' page. The candidates
     are the tokens that have moved in the direction of their advantage: A > 0 and
     rho > 1, or A < 0 and rho < 1. Candidates are dropped, the one with the largest
-    (log rho)^2 first, until the mean of (log rho)^2 over the rest is at most tau. B
-    must be a single micro-batch.
+    (log rho)^2 first, until the mean of (log rho)^2 over the candidates that are left
+    is at most tau. B must be a single micro-batch.
 
     1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
        exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau, for
@@ -373,7 +373,7 @@ def sequence_mask(
     1. In TRL, w is the product of pi_before / pi_b, and it multiplies DAPO's loss in
        pi_theta / pi_before. Here w is the product of pi_theta / pi_b. The two agree at
        the first update.
-    2. TRL divides the sum by the mean token count of a rollout batch's updates.
+    2. TRL divides the sum by the mean token count of all updates on a rollout batch.
        Here, as everywhere in this repository, it is divided by the token count of B.
     """
     log_w, _ = response_log_ratio(logp.detach(), logp_behavior, advantage)

@@ -59,8 +59,8 @@ def run_rank(
 ) -> list[Any]:
     """Run `update` on one rank, and return [e_B, the rank's gradient, its passes].
 
-    totals has what all_reduce returns, one tensor for each call. If `update` calls
-    all_reduce once more, return [the tensor that all_reduce was called with].
+    totals has what all_reduce returns, one tensor for each call. If a call has no
+    tensor there, return [the tensor that all_reduce was called with].
     """
     known = iter(totals)
 
@@ -114,7 +114,7 @@ def random_ranks(
 
     The logits of pi_b are those of the policy with this weight, [FEATURES, VOCABULARY],
     plus noise. For response n = 0, 1, ... the noise has the standard deviation
-    n `staleness`, so the first response is fresh. The second response has an advantage
+    n * staleness, so the first response is fresh. The second response has an advantage
     of 0. Tokens are drawn uniformly, not from pi_b.
     """
     generator = torch.Generator().manual_seed(seed)
