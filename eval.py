@@ -4,9 +4,8 @@ r"""Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
     torchrun --nproc-per-node 8 eval.py --model Qwen/Qwen3-4B --task gsm8k,math \
         --max_response_tokens 4096 --kv_cache_gb 8
 
-pass@k is the probability that at least one of k samples is correct (has reward 1). From
-n >= k samples, of which c are correct, it is estimated without bias (arXiv 2107.03374,
-equation 1) by
+pass@k is the probability that at least one of k samples is correct (has reward 1). If c
+of n >= k samples are correct, its unbiased estimate (arXiv 2107.03374, equation 1) is
 
     1 - C(n - c, k) / C(n, k)
 
@@ -57,10 +56,10 @@ def with_interval(passes: list[float]) -> dict[str, Any]:
     """Return the mean of pass@k over the problems of a task, with a 95% interval.
 
     `passes` has the pass@k of each problem. The interval is scipy's percentile
-    bootstrap over these problems and two more, one solved and one not. Without the two,
-    the interval would have width 0 if all problems are solved or none is, and with few
-    problems it would miss the true value far more often than in 5% of all cases. With
-    hundreds of problems the two change almost nothing.
+    bootstrap over these problems and two added ones, one solved and one not. Without
+    them, the interval would have width 0 if all problems are solved or none is, and
+    with few problems it would miss the true value far more often than in 5% of all
+    cases. With hundreds of problems the two change almost nothing.
     """
     # Imported here because it takes half a second and train.py does not need it.
     from scipy.stats import bootstrap

@@ -56,7 +56,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def forward(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log pi_theta of the response tokens, and of the K top_tokens at each.
+        """Return log pi_theta of each response token and of the K top_tokens beside it.
 
         The shapes are [N, T] and [N, T, K]. Values are float32, in nats, and 0 on
         padding. The head is applied in float32 (or TF32: see train.Run), and only to

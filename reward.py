@@ -3,14 +3,15 @@ r"""Decides whether an answer is correct.
 A response is judged in three steps:
 
     1. Where is its final answer?    after </think>: in the last \boxed{} or else after
-                                     the last ####; verifier "exact": the last word
+                                     the last ####
     2. What does the answer mean?    a word, a number, or a formula in LaTeX
     3. Is it the gold answer?        the same word, number or formula
 
-recipes/README.md has examples of the decisions made in these steps.
+The verifier "exact" takes the last word as the answer. recipes/README.md has examples
+of the decisions made in these steps.
 
 Responses are untrusted text to compare, never code to run. Comparing words and numbers
-is safe. Comparing formulas may never end, for example if one is 98^{97^{96}}, so
+is safe. Comparing some formulas, such as 98^{97^{96}}, never ends, so
 answer_checking/judge.py compares them in processes with a limit on time and memory. An
 answer that exceeds a limit counts as wrong.
 """
@@ -101,15 +102,15 @@ def compute_rewards(
     )
 
 
-# Matches the names of a function's first two parameters unless they could be responses
-# and golds, in this order.
+# Matches the names of a function's first two parameters if they suggest that the
+# responses do not come first.
 OTHER_PARAMETERS = re.compile(
     r"""(?x)
     # prompts or golds come first, as in (prompts, completions), (doc, results) and
     # (y_true, y_pred)
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
-    # responses come second and not first, as in (args, sample); (solutions,
+    # responses or prompts come second, as in (args, sample); (solutions,
     # expected_outputs) does not match, because its second parameter is golds
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)

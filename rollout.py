@@ -82,7 +82,7 @@ def noise_seed(seed: int, group: int, samples: int) -> int:
 def unlink_shared_memory() -> None:
     """Unlink the shared memory through which ranks share an engine on a CPU.
 
-    Call this once every rank has opened it. It is then freed when the last rank exits,
+    Call this after every rank has opened it. It is then freed when the last rank exits,
     so a later run finds nothing stale.
     """
     for line in open("/proc/self/maps"):
@@ -319,9 +319,9 @@ class Engine:
         self.llm.update_weight_version(version)
 
     def sleep(self) -> None:
-        """Forbid sampling until wake_up and, if can_sleep, lend out memory.
+        """Forbid sampling until wake_up; if can_sleep, also free memory until then.
 
-        Weights and KV cache lend their memory. CUDA graphs and NCCL keep theirs.
+        The weights and the KV cache are freed, but not CUDA graphs and NCCL's buffers.
         """
         self.asleep = True
         if self.can_sleep:

@@ -134,7 +134,7 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on the batch B and return its statistics.
 
-    B has the response tokens of these `rows` of every rank's rollouts. `objective` is
+    B has the response tokens in these `rows` on all ranks. `objective` is
     loss.p3o or the function that --objective names. e_B and P3O's gradient are those of
     the whole B, however it is divided among ranks and micro-batches. Raises
     FloatingPointError, on all ranks, if e_B or the gradient is not finite. A
@@ -440,8 +440,7 @@ def max_micro_batch_tokens(cfg: Config, policy: Policy) -> int:
     """Return cfg.micro_batch_tokens, lowered on a CPU to keep to MAX_ACTIVATIONS.
 
     For each token, the layers keep about 2 * weights / hidden_size numbers for the
-    backward pass. On a CPU, small micro-batches are as fast per token. But in each
-    update, every micro-batch except the last needs a second forward pass.
+    backward pass.
     """
     if torch.cuda.is_available():
         return cfg.micro_batch_tokens

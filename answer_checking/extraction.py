@@ -14,7 +14,7 @@ BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?(?<!\\)(?:\\\\)*[{}]")
 # its name, such as "think" in <think level="high"> and <|START_THINKING|>. It ends the
 # thought if the name also has a / or a word such as "end". Other tags are listed: those
 # of models that can be trained here, and those of vLLM's reasoning parsers.
-# Every repetition is bounded, so that no response takes long to read.
+# Repetitions in names are bounded, so no response takes long to read.
 CHARACTER = r"[\w:|｜▁/-]"
 NAME = (
     rf"{CHARACTER}{{0,30}}(?:think|thought|reason|analy[sz]|scratch|reflect|rationale|"

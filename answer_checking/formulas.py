@@ -4,7 +4,7 @@ latex2sympy parses a formula; Parser corrects two of its readings. The compariso
 that of math_verify, which treats lists as sets, rounds what is below 1e-100 to 0, and
 may give another verdict if gold and answer are swapped.
 
-A comparison may never end, so judge.py runs each in a process that can be killed.
+Some comparisons never end, so judge.py runs each in a process that can be killed.
 """
 
 import math
@@ -131,7 +131,7 @@ def in_order(formula: Any) -> Any:
 
 
 def value_of(formula: Any) -> Any:
-    r"""Return 18 for x = 18, m+n = 18, AB = 18, f(3) = 18, |z| = 18 and 9+9 = 18.
+    r"""Return 18 for x = 18, 18 = x, m+n = 18, AB = 18, f(3) = 18 and 9+9 = 18.
 
     For (x, y) = (1, 2), return (1, 2). Any other formula is returned unchanged.
     """

@@ -35,7 +35,7 @@ UNEQUAL = 11
 # A child may also end by a limit on CPU time, on the stack or on memory.
 EXIT_CODES = (EQUAL, UNEQUAL, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
 
-# Comparing these imports everything that is needed, and shows that sympy works.
+# Comparing these pairs imports all that is needed, and shows that sympy works.
 EQUAL_PAIRS = [
     (r"\{1, \sqrt{12}\}", r"2\sqrt{3}, 1"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),

@@ -3,7 +3,7 @@
 # would expect a product of bfloat16 matrices to cost about as much as one of float32
 # matrices there, and much less if the CPU also has bfloat16 instructions.
 #
-# With bfloat16 instructions that holds. But on a CPU with AVX-512 and no bfloat16
+# With such instructions it does cost less. But on a CPU with AVX-512 and no bfloat16
 # instructions, such as a Skylake, Cascade Lake or Ice Lake server, the product costs
 # more than twice as much in bfloat16 as in float32. So True does not mean that bfloat16
 # is fast.

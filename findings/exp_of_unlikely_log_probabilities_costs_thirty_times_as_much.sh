@@ -5,7 +5,8 @@
 # this cost.
 #
 # torch.exp takes about 34 times as long for a value between -88 and -103 as for an
-# ordinary one, and 11 times as long below. set_flush_denormal changes neither. Minus
+# ordinary one, and 11 times below
+# -103. set_flush_denormal changes neither. Minus
 # infinity costs over three times as much as an ordinary value.
 #
 # Source: aten/src/ATen/cpu/vml.h calls MKL's exponential function with VML_FTZDAZ_OFF,

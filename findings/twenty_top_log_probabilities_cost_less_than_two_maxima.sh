@@ -10,7 +10,7 @@
 # row, it is a partial sort, which compares nearly every element only with the smallest
 # of the K candidates.
 #
-# Do not choose K by the time of topk. Avoid sorts: a top-p filter that
+# The cost of topk is no reason for a small K. Avoid sorts: a top-p filter that
 # sorts the vocabulary costs far more than one that looks at the K most likely tokens.
 set -eu
 folder=$(mktemp -d)

@@ -306,8 +306,8 @@ colored(kl.detach(), 1.0, rollouts, rows)
 # %% [markdown]
 # ## 9. A hot batch
 #
-# We copy the new weights to the engine and sample at temperature 1.4. Engine and policy
-# now have the same weights, but pi_b is a hotter distribution than pi_theta, which
+# We copy the new weights to the engine and sample at temperatures 1.0 and 1.4. Engine
+# and policy now have the same weights, but at 1.4 pi_b is hotter than pi_theta, which
 # lowers e_B.
 
 # %%

@@ -44,7 +44,7 @@ def color_of(objective: str) -> str:
 
 
 def panels(count: int, rows: int = 1, **options: Any) -> tuple[Any, list[Any]]:
-    """Return a figure and its panels, row by row, with a common vertical axis."""
+    """Return a figure and its panels, row by row; by default they share the y-axis."""
     options = {"sharey": True} | options
     figure, axes = plt.subplots(
         rows,

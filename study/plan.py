@@ -31,7 +31,7 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
     smollm2-rules  the two best of the six rules, TRL's default, P3O, the constant 0.9
                    and GRPO on old data, with three seeds: 36 runs on the same task
 
-Other parts are complete and no longer here; study/results/README.md says which commit
+Other parts are finished and no longer here; study/results/README.md says which commit
 has them.
 
 Trainer and engine compute in float32, because the default dtypes depend on the machine.

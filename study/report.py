@@ -78,8 +78,8 @@ def table_of_differences(runs: Runs, mismatches: Iterable[str]) -> str:
     """Return a table of P3O's score minus that of each other objective.
 
     For each seed, the difference is averaged over the mismatches on which the objective
-    was run. The interval is over seeds. A seed that any of these mismatches lacks is
-    left out.
+    was run. The interval is over the seeds that all these mismatches have; the other
+    columns use all seeds.
     """
     runs = {cell: run for cell, run in runs.items() if cell.mismatch in mismatches}
     columns = "objective, mismatches, P3O better, seeds, P3O minus it, least, most"
@@ -211,7 +211,7 @@ def weight_by_ratio(
 
 
 def draw_weights(path: Path) -> None:
-    """Draw the weights for A = 1 and, below 0, for A = -1, and the pull of the KL."""
+    """Draw the weights for A = 1 and A = -1 (below 0), and the pull of the KL."""
     figure, axes = panels(8, rows=2)
     shown = [[("p3o", e_b) for e_b in (0.9, 0.5, 0.1)]]
     shown += [

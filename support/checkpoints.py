@@ -80,8 +80,8 @@ def check_out_dir(cfg: Config) -> None:
             "folder, or delete this one"
         )
     allowed = NEUTRAL_FIELDS | ADJUSTABLE_FIELDS if done else NEUTRAL_FIELDS
-    # With a lag, a longer run would already have sampled batches that this one has not.
-    # A run that takes no further step needs none of them.
+    # With a lag, a longer run would have sampled batches that the stored one has not. A
+    # run that takes no further step needs none of them.
     if cfg.steps == done or cfg.steps > done and cfg.lag == 0:
         allowed = allowed | {"steps"}
     for name, new in config_of(cfg).items():

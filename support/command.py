@@ -1,4 +1,4 @@
-"""Reads a script's flags and recipes, and reports its errors in one sentence.
+"""Reads a script's flags and YAML files, and reports its errors in one sentence.
 
 A configuration is a class of fields, each with its type, limits, default and a sentence
 for --help. pydantic-settings makes every field a flag of the same name. YAML files
@@ -118,9 +118,9 @@ def run_script(main: Callable[[], None]) -> None:
 
     The reason for an expected failure is one sentence. After main, the process ends at
     once and skips the interpreter's clean-up, in which an engine would wait for the
-    other ranks. If this rank has failed, they wait for it until torchrun ends them, and
-    torchrun does so only once this process has ended. CUDA's memory pools may also
-    abort the process in the clean-up.
+    other ranks. If this rank has failed, that would be a deadlock: the other ranks wait
+    for this one until torchrun ends them, after this process has ended. CUDA's memory
+    pools may also abort the process in the clean-up.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     script = Path(sys.argv[0]).name

@@ -20,8 +20,8 @@ from pydantic import (
 
 from support.command import Flags, Refused
 
-# Fields that a resumed run may change because they do not affect what it learns. The
-# field steps has a rule of its own (see check_out_dir): with a lag, a run samples no
+# Fields that a resumed run may change because they do not affect what it learns.
+# `steps` has a rule of its own (see check_out_dir): with a lag, a run samples no
 # batches in its last steps, but a longer run would.
 NEUTRAL_FIELDS = {
     "out_dir",

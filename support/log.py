@@ -3,8 +3,8 @@
 Rank 0 writes metrics.jsonl. These metrics describe the step's rollout batch, over all
 ranks:
 
-    weight_version       the step after which the engine got the weights that sampled
-                         the batch
+    weight_version       the step whose weights sampled the batch; 0 is the initial
+                         weights
     reward               mean reward
     groups_with_signal   share of the groups whose rewards are not all equal
     response_tokens      mean length, including the end of sequence
@@ -38,7 +38,7 @@ several batches and the last steps sample none. If the policy was evaluated, the
 also has heldout_pass@1 (sampled at policy_temperature) and heldout_greedy. Both
 evaluate the policy, never an fp8 copy.
 
-The seconds in a printed line are those of the four phases together.
+The seconds in a printed line are the sum of the four above.
 """
 
 import json

@@ -144,9 +144,9 @@ def check_model(model: str, tp: int = 1, *, to_train: bool = False) -> tuple[Any
 def load_tokenizer(folder: str) -> Any:
     """Return the tokenizer of a model folder, as tokenizer.json describes it.
 
-    For some types of models AutoTokenizer builds a different tokenizer from the same
-    files. With DeepSeek-V3's files, transformers 5.19 drops all spaces if the type is
-    llama, and splits numbers differently if it is qwen2.
+    For some types of models AutoTokenizer builds another tokenizer from the same files.
+    With DeepSeek-V3's files, transformers 5.19 drops all spaces if the type is llama,
+    and splits numbers differently if it is qwen2.
     """
     if Path(folder, "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)

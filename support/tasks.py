@@ -500,7 +500,7 @@ class Dataset(NamedTuple):
         )
 
     def golds(self, indices: list[int], samples: int) -> list[str]:
-        """Return the gold answer of each of `samples` responses to these problems."""
+        """Return the gold of each of `samples` responses to each of these problems."""
         return [self.problems[i]["answer"] for i in indices for _ in range(samples)]
 
 
@@ -624,7 +624,7 @@ def encode_prompt(
 
 
 def text_after_answer(tokenizer: Any, turns: int) -> str:
-    """Return the text from the end of an answer to the user's next turn, or to the end.
+    """Return the text after an answer, up to the user's next turn or to the end.
 
     `turns` is the number of turns in the conversation, 2 or 3. The result is "" if
     there is no chat template, or if it does not show an assistant's turn.

@@ -319,7 +319,7 @@ def test_the_front_page_has_the_accuracies_and_e_b_of_make_train():
     for title, metric in ("sampled", "heldout_pass@1"), ("greedy", "heldout_greedy"):
         row = f"pass@1, {title} {first[metric]:.3f} {steps[-1][metric]:.3f}"
         assert says(FRONT, row)
-    assert says(FRONT, "e_B stays above 0.99:")
+    assert says(FRONT, "(e_B stays above 0.99):")
     assert min(row["ess_min"] for row in steps) > 0.99
 
 
@@ -380,8 +380,8 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
-        the learning rate: of nine runs, one of REINFORCE's collapses at 1e-4, and all
-        nine at 4e-4. Even rounding matters: a
+        the learning rate. At 1e-4, one of REINFORCE's three runs collapses and none of
+        the other six; at 4e-4, all nine. Even rounding matters: a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed in two of three runs."""
     assert says(FRONT, sentences)
@@ -410,7 +410,7 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     *first, (old, half), last = (lead(CONSTANT, name) for name in FRONT_ROWS)
     worst = max(middle for middle, _ in (*first, last))
     assert 0 < worst < 0.02 and old < -half
-    sentence = f"""With three seeds, its sampled accuracy is {-old:.2f} higher on old
+    sentence = f"""With three seeds, sampled accuracy is {-old:.2f} higher on old
         data and at most {worst:.2f} lower elsewhere."""
     assert says(FRONT, sentence)
 

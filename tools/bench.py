@@ -49,7 +49,7 @@ from train import Config, problem_indices
 
 # The first steps of a run do not count, nor does the last one, which evaluates.
 WARM_UP = 2
-# The rows of the table, each with the metric whose median it has.
+# The rows of the table, and the metric whose median each shows.
 TITLES = {f"{phase}, s": f"{phase}_seconds" for phase in PHASES}
 TITLES["tokens of a response"] = "response_tokens"
 # A step of a pretrained model that suits two cores. It makes one update, as TRL's does.
@@ -279,8 +279,8 @@ def main() -> None:
     if bench.model:  # The path is absolute, as --earlier runs in another folder.
         models[str(Path(model_folder(bench.model)).resolve())] = PRETRAINED
     for dtype, (model, settings) in itertools.product(bench.dtypes, models.items()):
-        # This learning rate is so small that the policy, and so the length of its
-        # responses, does not change.
+        # This learning rate is so small that neither the policy nor the length of its
+        # responses changes.
         flags = settings | {"dtype": dtype, "rollout_dtype": dtype}
         cfg = Config(model=model, learning_rate=1e-9, **flags)
         columns[f"{Path(model).name}, {dtype}"] = measure(cfg, bench)

@@ -50,7 +50,7 @@ def main() -> None:
     print(table(rows))
     shown = [
         ("sampled held-out accuracy", "lag 16", "heldout_pass@1"),
-        ("$e_B$ of rollouts that are 16 steps old", "lag 16", "ess"),
+        ("$e_B$ of rollouts up to 16 steps old", "lag 16", "ess"),
     ]
     draw_by_step(runs, OBJECTIVES, shown, folder / "compare.png")
 

@@ -117,8 +117,8 @@ def memory_of(cfg: Config, shape: Shape, ranks: int) -> dict[str, dict[str, int]
     vocabulary = shape.head // shape.hidden
     update = {
         "gradient: 4 P / R": 4 * shape.total // ranks,
-        # FSDP keeps the embedding and the head unsharded during the update, and their
-        # gradient at its end.
+        # FSDP keeps the embedding and the head unsharded during the update, and at its
+        # end also their gradient.
         "embedding, head, gradient: 4 bytes": 2 * ELEMENT * shape.root,
         "activations of a micro-batch": tokens * kept,
         # These are in float32: the head, its gradient, a chunk's gradient of the head,

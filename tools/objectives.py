@@ -4,7 +4,7 @@
     python train.py --objective tools.objectives:tis --objective_args C=1
 
 An objective takes the five arguments of `loss.p3o` and returns the loss of each token,
-[N, T]. None of them uses the last two, the KL and e_B. rho is pi_theta / pi_b, and sg
+[N, T]. None here uses the last two, the KL and e_B. rho is pi_theta / pi_b, and sg
 is the stop-gradient. Padding is 0 in all arguments, and train.py leaves its loss out of
 the sum.
 
@@ -297,8 +297,8 @@ def opmd(
 ) -> Tensor:
     """Return -A log pi_theta + tau / 2 (log rho)^2: [N, T].
 
-    Online policy mirror descent as in Kimi k1.5, arXiv 2501.12599, in
-    Trinity-RFT's form for arXiv 2509.24203, whose coefficient of 0.1 is tau / 2.
+    Kimi k1.5's online policy mirror descent, arXiv 2501.12599, as Trinity-RFT has it
+    for arXiv 2509.24203. Trinity-RFT's coefficient of 0.1 is tau / 2.
 
     1. Kimi squares the sum of log rho over a response. Trinity-RFT's k2 loss squares
        the log rho of each token, as here. The loss that Trinity-RFT calls opmd is a
