@@ -30,7 +30,7 @@ train: $(VENV)/installed
 
 ifeq ($(REQUIREMENTS),requirements.txt)
 # The tests run on the CPU, in an environment of their own: they build many engines in
-# one process, and on a GPU vLLM allows only one that can sleep.
+# one process, of which vLLM on a GPU lets only one sleep.
 test test-all:
 	$(MAKE) $@ REQUIREMENTS=requirements-cpu.txt VENV=.venv-cpu
 else

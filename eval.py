@@ -5,7 +5,8 @@ r"""Evaluation: pass@k of a policy on one or several tasks, sampled by vLLM.
         --max_response_tokens 4096 --kv_cache_gb 8
 
 pass@k is the probability that at least one of k samples is correct (has reward 1). If c
-of n >= k samples are correct, its unbiased estimate (arXiv 2107.03374, equation 1) is
+of n samples are correct (n >= k), its unbiased estimate (arXiv 2107.03374, equation 1)
+is
 
     1 - C(n - c, k) / C(n, k)
 

@@ -56,7 +56,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def forward(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log pi_theta of each response token and of the K top_tokens beside it.
+        """Return log pi_theta of each response token and of the K top_tokens at it.
 
         The shapes are [N, T] and [N, T, K]. Values are float32, in nats, and 0 on
         padding. The head is applied in float32 (or TF32: see train.Run), and only to
@@ -111,8 +111,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
 
     The hidden state of a token depends only on the tokens up to it. If the row above
     begins with the same tokens, the state is not computed again. Responses to the same
-    prompt are neighbors, so the prompt is computed once for all of them, and an
-    instruction once for all prompts that begin with it. Padding (-1) is left out.
+    prompt are neighbors, so the prompt is computed once for all of them, and so
+    is a beginning that neighboring prompts share. Padding (-1) is left out.
 
     Returns `index`, [N, L], and `computed`, the rows and the columns of the S tokens,
     [S] each: tokens[n, l] equals tokens[computed][index[n, l]]. On padding, `index` has

@@ -111,7 +111,7 @@ OTHER_PARAMETERS = re.compile(
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
     # responses or prompts come second, as in (args, sample); (solutions,
-    # expected_outputs) does not match, because its second parameter is golds
+    # expected_outputs) does not match, because golds come second
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)
         \w*(?:completion|response|output|pred|sample|prompt)"""
@@ -122,8 +122,8 @@ def check_verifier(dataset: Dataset) -> None:
     """Raise Refused if the user's own verifier cannot score two empty responses.
 
     Reward functions of other trainers often take (prompts, completions, ...), and
-    metrics often take (golds, responses). Such a function would take the responses for
-    prompts or golds, so a function with these parameter names is refused.
+    metrics often take (golds, responses). Such a function would mistake the responses
+    for prompts or golds, so a function with these parameter names is refused.
     """
     if dataset.verifier in VERIFIERS:
         return

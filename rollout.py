@@ -218,8 +218,8 @@ class Engine:
 
         if self.asleep:
             raise RuntimeError("the engine sleeps: call wake_up and load_weights first")
-        # The prefix cache holds results of older weights. Besides, a resumed run starts
-        # with an empty cache and has to sample what an uninterrupted run samples.
+        # The prefix cache holds results of older weights. Moreover, a resumed run,
+        # whose cache is empty, has to sample what an uninterrupted run samples.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM kept its prefix cache: is another thread sampling?"
@@ -328,7 +328,7 @@ class Engine:
             self.llm.sleep(level=2)
 
     def wake_up(self) -> None:
-        """Take back the lent memory. Weights are undefined until load_weights.
+        """Allocate the freed memory again. Weights are undefined until load_weights.
 
         Raises Stopped if the GPU has too little free memory.
         """

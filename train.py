@@ -13,11 +13,11 @@ used throughout:
     step            learning from one rollout batch; steps are numbered from 1
     pass            going once through the rollout batch; a step makes --passes
                     of these
-    minibatch       the batch B of one update, over all ranks; --minibatches says into
-                    how many of these a pass is divided
+    minibatch       the batch B of one update, over all ranks; a pass has --minibatches
+                    of these
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
-                    memory, but P3O's results only by rounding
+                    memory and, only by rounding, P3O's results
     lag             the steps between the sampling of a rollout batch and its use; the
                     first batches are used sooner
     weights "7"     the weights after step 7; weights "0" are the initial ones
@@ -253,9 +253,9 @@ def find_objective(
         good, bad = logp.grad.sum(dim=1)
         if not good < bad:  # true for NaN too
             raise ValueError(
-                "its loss does not favor responses with a positive advantage (is log "
-                "pi_b its first argument, is a minus sign missing, or is every token "
-                "dropped?)"
+                "its loss does not favor responses with a positive advantage (are its "
+                "first two arguments swapped, is a minus sign missing, or is every "
+                "token dropped?)"
             )
     except Exception as error:  # the user's module may raise anything
         raise Refused(
@@ -296,9 +296,10 @@ class Run:
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
         if mesh.device_type == "cuda" and cfg.dtype == "bfloat16":
             # Policy multiplies the hidden states by the head in float32. TF32 is
-            # precise enough for this: it represents both factors exactly, as they have
-            # bfloat16 values, and rounds only the gradient of the logits, to 11 bits.
-            # The setting is global, and building an engine resets it, so we set it now.
+            # precise enough for this: it represents both factors, which have bfloat16
+            # values, exactly, and rounds only the gradient of the logits, to 11 bits,
+            # in the backward pass. The setting is global, and building an engine resets
+            # it, so we set it now.
             torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
             self.policy.parameters(), weight_decay=cfg.weight_decay, fused=True

@@ -65,7 +65,7 @@ def parse_formula(latex: str) -> Any:
 
 
 def normal_form(formula: Any) -> Any:
-    """Return a list if order does not matter, a tuple if it does, else a sympy object.
+    """Return an unordered list, an ordered tuple, or else one sympy object.
 
     A list keeps repeated items. The tuple (1,2) stands for a pair, a column vector or
     an open interval. For [1,2) it has two more items, which say which ends are open. A

@@ -7,9 +7,9 @@ held out. 3+8 and 8+3 are different problems: one may be held out and the other 
 on.
 
 formulas/ has the same problems without words; 64 are held out. Its instruction
-shows two solved problems, as prompts for base models do. On a CPU the model then solves
-0.23 of the held-out problems when sampled at temperature 1, and 0.61 when decoded
-greedily.
+shows two solved problems, as prompts for base models do. With it, on a CPU, the model
+solves 0.23 of the held-out problems when sampled at temperature 1, and 0.61 when
+decoded greedily.
 """
 
 import json

@@ -25,9 +25,9 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
 
     smollm2-grid   six objectives on six kinds of data with three seeds: 108 runs. The
                    task is recipes/formulas, whose prompts begin with two solved
-                   problems. For --model, copy the model's folder of
-                   recipes/README.md#a-pretrained-model-on-a-laptop, and change the
-                   copy's chat_template.jinja to {{ messages[0]["content"] }}
+                   problems. For --model, copy the folder that
+                   recipes/README.md#a-pretrained-model-on-a-laptop makes, and change
+                   the copy's chat_template.jinja to {{ messages[0]["content"] }}
     smollm2-rules  the two best of the six rules, TRL's default, P3O, the constant 0.9
                    and GRPO on old data, with three seeds: 36 runs on the same task
 

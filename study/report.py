@@ -63,7 +63,7 @@ def differences(runs: Runs, objective: str) -> dict[str, dict[int, float]]:
     """Return P3O's score minus this objective's, by mismatch and seed.
 
     Seeds that only one of the two has are left out. A run on a GPU is compared with
-    P3O's on that GPU; its field `beside` names them.
+    P3O's on that GPU; its field `beside` has their name.
     """
     found: dict[str, dict[int, float]] = {}
     for cell, run in select(runs, objective=objective).items():
@@ -78,8 +78,8 @@ def table_of_differences(runs: Runs, mismatches: Iterable[str]) -> str:
     """Return a table of P3O's score minus that of each other objective.
 
     For each seed, the difference is averaged over the mismatches on which the objective
-    was run. The interval is over the seeds that all these mismatches have; the other
-    columns use all seeds.
+    was run. The interval and the column "seeds" are over the seeds that all these
+    mismatches have; the other columns use all seeds.
     """
     runs = {cell: run for cell, run in runs.items() if cell.mismatch in mismatches}
     columns = "objective, mismatches, P3O better, seeds, P3O minus it, least, most"
@@ -124,7 +124,7 @@ def table_of_runs(runs: Runs) -> str:
     columns = (
         "mismatch, learning rate, objective, seeds, compared with P3O on a GPU, score, "
         "P3O minus it, sampled, greedy, entropy, mean e_B, least e_B, "
-        "mean number in its place, collapsed"
+        "mean of what replaces e_B, collapsed"
     )
     rows = [columns.split(", ")]
     for mismatch in names_in(runs, "mismatch", MISMATCHES):
@@ -242,7 +242,7 @@ def draw_weights(path: Path) -> None:
     ):
         weight = weight_by_ratio(objective, advantage=0.0, e_b=0.0)
         axes[-1].plot(LOG_RATIO.exp(), weight, label=name)
-    axes[-1].set_title("KL, times $1 - e_B$", fontsize=10)
+    axes[-1].set_title("KL, without $1 - e_B$", fontsize=10)
     for axis in axes:
         axis.legend(fontsize=8, loc="lower left")
         axis.set(xscale="log", ylim=(-5.5, 5.5), xlabel=r"ratio $\rho$")

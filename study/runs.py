@@ -27,7 +27,7 @@ from support.command import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "study/results"
-# What train.py says of e_B and the gradient if one of them is not finite.
+# Part of train.py's message if e_B or the gradient is not finite.
 DIVERGED = "have to be finite"
 METRICS = """step reward groups_with_signal heldout_pass@1 heldout_greedy ess ess_min
     mismatch_kl above_ess entropy response_tokens truncated grad_norm ratio
@@ -103,9 +103,9 @@ def make_run(cell: Cell, command: list[str]) -> RunRecord:
             text=True,
         )
         message = finished.stderr.strip()
-        stopped = message.splitlines()[-1] if finished.returncode else None
-        if stopped and DIVERGED not in stopped:
+        if finished.returncode and DIVERGED not in message:
             raise RuntimeError(message[-2000:])
+        stopped = message.splitlines()[-1] if finished.returncode else None
         steps = [json.loads(line) for line in open(out / "metrics.jsonl")]
         config = json.loads((out / "config.json").read_text())
     metrics = {

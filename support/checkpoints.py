@@ -114,7 +114,8 @@ def check_free(out_dir: str) -> None:
             return
     if names:
         raise Refused(
-            f"out_dir {out_dir} exists: choose another, or --resume a run of train.py"
+            f"out_dir {out_dir} exists: choose another; train.py continues a run of "
+            "its own with --resume"
         )
 
 

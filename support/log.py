@@ -111,7 +111,7 @@ class Log:
             metrics[name] = mean.item()
         metrics["entropy"] /= metrics["response_tokens"]
         metrics |= {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
-        # On CUDA this is torch's count, which includes a sleeping engine's memory.
+        # On CUDA torch also counts what a sleeping engine has released.
         metrics["peak_memory_gb"] = (
             torch.cuda.max_memory_allocated() / 2**30
             if torch.cuda.is_available()

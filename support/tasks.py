@@ -98,8 +98,8 @@ PART_OF_PROBLEM = re.compile(
     )$"""
 )
 # Matches what is not text in a problem: pictures, and any model's chat
-# markup. No repetition runs past the beginning of another possible match, so searches
-# of long texts are fast.
+# markup. No quantifier runs past where another match could begin, so searches of long
+# texts are fast.
 MARKUP = re.compile(
     r"""(?ix)
     # <image>, <image_1>, <img src="x.png">, <ImageHere>, <video>
@@ -534,7 +534,8 @@ def load_split(
         raise Refused(
             f"the prompts of {name_or_path} have on average two or more answers (the "
             f"first problem is {problems[0]['prompt'][:50]!r}): a problem is partly in "
-            "a column that is not read, rows repeat it, or the chat template omits it"
+            "a column that is not read, recurs with another answer, or is omitted by "
+            "the chat template"
         )
     fits = [len(prompt) <= room for prompt in prompts]
     if not all(fits):
@@ -626,7 +627,7 @@ def encode_prompt(
 def text_after_answer(tokenizer: Any, turns: int) -> str:
     """Return the text after an answer, up to the user's next turn or to the end.
 
-    `turns` is the number of turns in the conversation, 2 or 3. The result is "" if
+    The conversation is made up; `turns` (2 or 3) is its length. The result is "" if
     there is no chat template, or if it does not show an assistant's turn.
     """
     conversation = [

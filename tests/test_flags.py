@@ -101,7 +101,7 @@ REFUSED_FLAGS = """
 --objective=builtins:print -> the objective 'builtins:print' with {} cannot be used
 --objective=test_objectives:detached -> does not require grad
 --objective=tools.objectives:dppo_tv --objective_args=cap=0 -> loss does not favor
---objective=test_objectives:exchanged -> is log pi_b its first argument, is a minus sign
+--objective=test_objectives:exchanged -> are its first two arguments swapped, is a minus
 --minibatches=3 -> prompts_per_step is 32: give a multiple of 6
 """
 

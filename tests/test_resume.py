@@ -291,7 +291,7 @@ def test_a_resume_may_not_ask_for_fewer_steps_than_an_earlier_resume_made(stored
 
 def test_resume_needs_an_out_dir_and_no_resume_needs_a_free_one(stored):
     assert refusal_of(train, "--resume").startswith("--resume: give the folder of")
-    sentence = "exists: choose another, or --resume a run of train.py"
+    sentence = "exists: choose another; train.py continues a run of its own with"
     assert sentence in refusal_of(train, f"--out_dir={stored(4)}")
 
 

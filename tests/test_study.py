@@ -202,7 +202,7 @@ def test_the_table_of_runs_has_every_measure():
         "entropy": "0.250 ± 0.000",
         "mean e_B": "0.333",  # of 0.5, 0.25 and 0.25
         "least e_B": "0.100",
-        "mean number in its place": "0.667",  # of 0.8, 0.6 and 0.6
+        "mean of what replaces e_B": "0.667",  # of 0.8, 0.6 and 0.6
         "collapsed": "0",
     }
 
@@ -380,8 +380,8 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16 updates this depends on
-        the learning rate. At 1e-4, one of REINFORCE's three runs collapses and none of
-        the other six; at 4e-4, all nine. Even rounding matters: a
+        the learning rate. At 1e-4, of nine runs (three per objective) only one of
+        REINFORCE's collapses; at 4e-4, all nine do. Even rounding matters: a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed in two of three runs."""
     assert says(FRONT, sentences)
@@ -402,7 +402,7 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
         )
         greedy[row] = p3o - grpo
     assert [row for row in greedy if greedy[row] < 0] == ["lag 16"]
-    sentences = f"""**P3O leads GRPO clearly only in sampled accuracy**, at temperature
+    sentences = f"""**P3O clearly leads GRPO only in sampled accuracy**, at temperature
         1.6 and on old data. In greedy accuracy it leads by at most
         {max(greedy.values()):.2f}; on old data GRPO leads by
         {-greedy["lag 16"]:.3f}."""

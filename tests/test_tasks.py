@@ -794,7 +794,7 @@ def test_solved_examples_in_an_instruction_may_end_with_the_end_of_sequence():
 def test_a_chat_template_that_fails_is_refused(load):
     with pytest.raises(Refused, match="the model's chat template fails: no user"):
         load(*own("1+1"), template="{{ raise_exception('no user') }}")
-    with pytest.raises(Refused, match="or the chat template omits it"):
+    with pytest.raises(Refused, match="or is omitted by the chat template"):
         load(*own("1+1", "2+2"), template="{{ messages[0]['content']['text'] }}:")
 
 

@@ -393,7 +393,7 @@ def dppo_tv(
 
     DPPO-Binary-TV, arXiv 2602.04879, as in verl 0.9.1 (compute_policy_loss_dppo_tv). A
     token with A > 0 is dropped if pi_theta - pi_b > eps, and one with A < 0 if
-    pi_b - pi_theta > eps. So the binary total variation is bounded in A's direction.
+    pi_b - pi_theta > eps. So |pi_theta - pi_b| is bounded in A's direction.
 
     1. verl's function falls back to a cap of 20, the default here. Its configuration
        sets clip_ratio_c to 3, which replaces that 20, and its example script sets
@@ -419,9 +419,10 @@ def icepop(
     IcePop, arXiv 2510.18855, with the paper's bounds, as in slime (icepop_function) and
     verl 0.9.1 (rollout_is_threshold "0.5_5.0"). Both keep a rho that equals a bound.
 
-    1. The paper's rho is that of two engines with the same weights, and it multiplies
-       PPO's clipped loss in pi_theta / pi_before. Here rho is pi_theta / pi_b, as in
-       rLLM. The two agree at the first update on a rollout batch.
+    1. The paper's rho is that of trainer and engine with the same weights, and
+       multiplies PPO's clipped loss in pi_theta / pi_before. Here rho is
+       pi_theta / pi_b, as in rLLM. The two agree at the first update on a rollout
+       batch.
     2. Bounds differ: prime-rl has 0.2 and 5, and slime has 0 and 2 until they are set.
     """
     rho = (logp.detach() - logp_behavior).exp()

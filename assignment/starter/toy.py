@@ -59,8 +59,8 @@ def run_rank(
 ) -> list[Any]:
     """Run `update` on one rank, and return [e_B, the rank's gradient, its passes].
 
-    totals has what all_reduce returns, one tensor for each call. If a call has no
-    tensor there, return [the tensor that all_reduce was called with].
+    totals has what all_reduce returns, one tensor for each call. At a call without one,
+    the rank is interrupted, and the result is [the call's tensor].
     """
     known = iter(totals)
 
