@@ -93,7 +93,7 @@ def evaluate(
 ) -> list[dict[str, list]]:
     """Sample responses to each problem; return them with rewards and truncation.
 
-    Each problem has a dictionary of lists, with one entry per sample. The
+    Each problem gets a dictionary of lists, with one entry per sample. The
     ranks share the problems, and all of them return the whole result. For a given
     seed and number of samples, the noise depends only on the problem. `sampling` has
     further fields of vLLM's SamplingParams. A collective.

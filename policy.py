@@ -39,7 +39,7 @@ SYNC_SAMPLES = 16
 class Policy(torch.nn.Module):
     """A causal language model from transformers, with a linear head (Llama, Qwen, ...).
 
-    FSDP gathers the weights of the root module (the embedding and the head) when the
+    FSDP gathers the weights of the root module (all outside the layers) when the
     root is called. `forward` uses the head's weight directly, so Policy is the root.
     """
 
@@ -56,7 +56,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def forward(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log pi_theta of each response token and of the K top_tokens at it.
+        """Return log pi_theta of each response token and of the K top_tokens there.
 
         The shapes are [N, T] and [N, T, K]. Values are float32, in nats, and 0 on
         padding. The head is applied in float32 (or TF32: see train.Run), and only to
@@ -110,9 +110,9 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     """Find the S tokens of `tokens`, [N, L], whose hidden states have to be computed.
 
     The hidden state of a token depends only on the tokens up to it. If the row above
-    begins with the same tokens, the state is not computed again. Responses to the same
-    prompt are neighbors, so the prompt is computed once for all of them, and so
-    is a beginning that neighboring prompts share. Padding (-1) is left out.
+    has the same tokens up to there, its state is used. Responses to the same prompt are
+    neighbors, so their prompt, and any beginning that neighboring prompts share, is
+    computed once. Padding (-1) is left out.
 
     Returns `index`, [N, L], and `computed`, the rows and the columns of the S tokens,
     [S] each: tokens[n, l] equals tokens[computed][index[n, l]]. On padding, `index` has
@@ -121,7 +121,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     differs = tokens.diff(dim=0, prepend=tokens[:1] + 1) != 0
     is_computed = (differs.cumsum(dim=1) > 0) & (tokens >= 0)
     # Computed tokens are numbered row by row, so the numbers in a column grow downward.
-    # cummax therefore finds, for every row, the last computed token at or above it.
+    # In each column, cummax therefore finds the nearest computed token at or above each
+    # row.
     number = (is_computed.flatten().cumsum(dim=0) - 1).view_as(tokens) * is_computed
     return number.cummax(dim=0).values, is_computed.nonzero(as_tuple=True)
 
@@ -241,9 +242,9 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
     distance exceeds the largest limit of the dtypes in use. A collective.
     """
-    # The shortest prompts need the least memory. We take 16 samples because answers may
-    # be short: among only 15 tokens, a single unlikely one, off by 2 nats in bfloat16,
-    # would shift the mean by 0.13.
+    # The shortest prompts need the least memory. Answers may be short, so we take 16
+    # samples: in a mean over 15 tokens, one unlikely token, off by 2 nats in bfloat16,
+    # counts 0.13.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,

@@ -7,7 +7,7 @@ A response is judged in three steps:
     2. What does the answer mean?    a word, a number, or a formula in LaTeX
     3. Is it the gold answer?        the same word, number or formula
 
-The verifier "exact" takes the last word as the answer. recipes/README.md has examples
+The verifier "exact" takes the last word in step 1. recipes/README.md has examples
 of the decisions made in these steps.
 
 Responses are untrusted text to compare, never code to run. Comparing words and numbers
@@ -110,8 +110,8 @@ OTHER_PARAMETERS = re.compile(
     # (y_true, y_pred)
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
-    # responses or prompts come second, as in (args, sample); (solutions,
-    # expected_outputs) does not match, because golds come second
+    # responses or prompts come second, as in (args, sample), but not golds, as in
+    # (solutions, expected_outputs)
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)
         \w*(?:completion|response|output|pred|sample|prompt)"""
@@ -136,8 +136,8 @@ def check_verifier(dataset: Dataset) -> None:
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise Refused(
             f"--verifier {dataset.verifier}: {one_line(error)}; give "
-            f"{', '.join(VERIFIERS)}, or module:name of a function in a Python file "
-            "beside train.py that takes a list of responses and a list of their gold "
+            f"{', '.join(VERIFIERS)}, or module:name, a function (in a Python file "
+            "beside train.py) that takes a list of responses and a list of their gold "
             "answers, in this order, and returns a number in [0, 1] for each"
         ) from None
 

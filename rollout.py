@@ -72,7 +72,7 @@ def prompts_of_rank(prompt_count: int) -> range:
 def noise_seed(seed: int, group: int, samples: int) -> int:
     """Return the noise seed of a group's first sample; sample j has this seed plus j.
 
-    Every group has `samples` samples, so no two groups of a run share a noise seed.
+    Every group has `samples` samples, so groups with different numbers share no seed.
     The first noise seed of a run is a pseudorandom function of `seed`, so that runs
     with different seeds hardly ever share one.
     """
@@ -82,8 +82,8 @@ def noise_seed(seed: int, group: int, samples: int) -> int:
 def unlink_shared_memory() -> None:
     """Unlink the shared memory through which ranks share an engine on a CPU.
 
-    Call this after every rank has opened it. It is then freed when the last rank exits,
-    so a later run finds nothing stale.
+    Call this after every rank has opened it. The memory is freed when the last rank
+    exits, so a later run finds nothing stale.
     """
     for line in open("/proc/self/maps"):
         if "-cpushm" in line:  # /dev/shm/...-cpushm_0, of rank 0
@@ -235,7 +235,7 @@ class Engine:
         first = sum(map(len, requests_by_rank[: tp_group.rank_in_group]))
         own = range(first, first + len(prompts))
         # On CPUs with AMX but without AMX-FP16 (Sapphire Rapids), torch 2.13 leaves fp8
-        # matrix products to oneDNN, which is 60 times slower at them than torch itself.
+        # matrix products to oneDNN, which takes 60 times as long as torch itself.
         torch.backends.mkldnn.enabled = self.quantization == "none"
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in all_requests],

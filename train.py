@@ -17,7 +17,7 @@ used throughout:
                     of these
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
-                    memory and, only by rounding, P3O's results
+                    memory, but P3O's results only by rounding
     lag             the steps between the sampling of a rollout batch and its use; the
                     first batches are used sooner
     weights "7"     the weights after step 7; weights "0" are the initial ones
@@ -296,9 +296,9 @@ class Run:
         self.engine, self.evaluator = build_engines(cfg, max_model_len)
         if mesh.device_type == "cuda" and cfg.dtype == "bfloat16":
             # Policy multiplies the hidden states by the head in float32. TF32 is
-            # precise enough for this: it represents both factors, which have bfloat16
-            # values, exactly, and rounds only the gradient of the logits, to 11 bits,
-            # in the backward pass. The setting is global, and building an engine resets
+            # precise enough for this: both factors have bfloat16 values, which it
+            # represents exactly. In the backward pass it rounds the gradient of the
+            # logits to 11 bits. The setting is global, and building an engine resets
             # it, so we set it now.
             torch.set_float32_matmul_precision("high")
         self.optimizer = AdamW(
@@ -395,7 +395,7 @@ def learning_rate(updates_made: int, cfg: Config) -> float:
 
 
 def is_due(every: int, step: int, cfg: Config) -> bool:
-    """Return whether `step` is the last or a multiple of `every` (0: only the last)."""
+    """Return whether `step` is the last or, if every > 0, a multiple of `every`."""
     return step == cfg.steps or (every > 0 and step % every == 0)
 
 

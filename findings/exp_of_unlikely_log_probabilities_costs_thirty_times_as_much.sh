@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# The probability of a token whose log-probability is below -87.3 is a denormal float32
-# number. One would expect torch.exp to cost a few times as much for such tokens, as
-# operations on denormal numbers do on many CPUs, and set_flush_denormal(True) to remove
-# this cost.
+# The probability of a token whose log-probability is between -103 and -87.3 is a denormal
+# float32 number. One would expect torch.exp to cost a few times as much for such tokens,
+# as operations on denormal numbers do on many CPUs, and set_flush_denormal(True) to
+# remove this cost.
 #
 # torch.exp takes about 34 times as long for a value between -88 and -103 as for an
-# ordinary one, and 11 times below
-# -103. set_flush_denormal changes neither. Minus
+# ordinary one, and 11 times as long below -103. set_flush_denormal changes neither. Minus
 # infinity costs over three times as much as an ordinary value.
 #
 # Source: aten/src/ATen/cpu/vml.h calls MKL's exponential function with VML_FTZDAZ_OFF,

@@ -75,7 +75,7 @@ def words_of(flags: FlagValues) -> list[str]:
 def commit_here() -> str:
     """Return the commit of this folder, or "no clone" if git does not know one.
 
-    The commit ends in "-dirty" if a file outside of study/results differs from it.
+    The commit ends in "-dirty" if a tracked file outside study/results differs.
     """
 
     def git(*words: str) -> str:
@@ -103,9 +103,9 @@ def make_run(cell: Cell, command: list[str]) -> RunRecord:
             text=True,
         )
         message = finished.stderr.strip()
-        if finished.returncode and DIVERGED not in message:
-            raise RuntimeError(message[-2000:])
-        stopped = message.splitlines()[-1] if finished.returncode else None
+        stopped = next((ln for ln in message.splitlines() if DIVERGED in ln), None)
+        if finished.returncode and not stopped:
+            raise RuntimeError(f"exit code {finished.returncode}: {message[-2000:]}")
         steps = [json.loads(line) for line in open(out / "metrics.jsonl")]
         config = json.loads((out / "config.json").read_text())
     metrics = {

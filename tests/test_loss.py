@@ -199,6 +199,8 @@ def test_a_token_that_pi_theta_never_samples_adds_nothing(loss, p, b, right):
     assert_close(kl.detach(), right)
     (gradient,) = torch.autograd.grad(kl, logp)
     assert torch.isfinite(gradient).all()
+    # pi_theta always samples a token that pi_b never samples.
+    assert loss.kl_divergence(*torch.eye(2).log()) == math.inf
 
 
 # (12) The objective
