@@ -85,8 +85,8 @@ def main() -> None:
     log.write(run.metrics | save_and_evaluate(run.step, run, cfg))
     for step in range(run.step + 1, cfg.steps + 1):
         # 1 Rollout, 2 reward: a rollout batch is sampled up to `lag` steps before its
-        # step and waits in the queue. With lag 4, weights "7" sample the batch of
-        # step 12.
+        # step and waits in the queue. With lag 4, the batch of step 12 is sampled at
+        # the start of step 8, by weights "7".
         while len(queue) <= cfg.lag and step + len(queue) <= cfg.steps:
             queue.append(sample_batch(engine, cfg, step + len(queue), run.train, log))
         rollouts = queue.popleft()
