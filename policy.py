@@ -243,8 +243,8 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     distance exceeds the largest limit of the dtypes in use. A collective.
     """
     # The shortest prompts need the least memory. Answers may be short, so we take 16
-    # samples and not fewer. Over only 15 tokens, one unlikely token, off by 2 nats in
-    # bfloat16, would add 0.13 to the mean.
+    # samples. If fewer samples had, say, 15 tokens in all, one unlikely token, off by 2
+    # nats in bfloat16, would add 0.13 to the mean.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,
