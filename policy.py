@@ -266,9 +266,8 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     dist.all_reduce(distance, dist.ReduceOp.MAX)
     precisions = {policy.dtype, engine.dtype, engine.quantization}
     if engine.dtype == torch.float32 and device.type == "cuda":
-        precisions.add(
-            torch.bfloat16
-        )  # vLLM may use TF32, which needs bfloat16's limit.
+        # vLLM may use TF32, which needs bfloat16's limit.
+        precisions.add(torch.bfloat16)
     limit = max(SYNC_LIMITS[precision] for precision in precisions)
     if distance > limit:
         raise Stopped(

@@ -103,8 +103,8 @@ def make_run(cell: Cell, command: list[str]) -> RunRecord:
             text=True,
         )
         message = finished.stderr.strip()
-        stopped = next((ln for ln in message.splitlines() if DIVERGED in ln), None)
-        if finished.returncode and not stopped:
+        stopped = message.rpartition("\n")[2] if finished.returncode else None
+        if finished.returncode and DIVERGED not in stopped:
             raise RuntimeError(f"exit code {finished.returncode}: {message[-2000:]}")
         steps = [json.loads(line) for line in open(out / "metrics.jsonl")]
         config = json.loads((out / "config.json").read_text())

@@ -409,10 +409,9 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     assert says(FRONT, sentences)
     found = {name: lead(CONSTANT, name) for name in FRONT_ROWS}
     worst, _ = max(found.values())
-    last, half = found["16 updates"]
     sentence = f"""With three seeds, sampled accuracy is {-found["lag 16"][0]:.2f}
         higher on old data and at most {worst:.2f} lower elsewhere (16 updates:
-        {last:.2f} ± {half:.2f})."""
+        {found["16 updates"][0]:.2f} ± {found["16 updates"][1]:.2f})."""
     assert says(FRONT, sentence)
 
 
