@@ -20,7 +20,7 @@ from support.command import Stopped
 from support.models import model_folder
 
 CHUNK = 1024  # response tokens whose logits exist at the same time
-# check_sync accepts a mean |log pi_theta - log pi_b| of at most this many nats per
+# check_sync accepts a mean |log pi_theta - log pi_b| up to these limits, in nats per
 # token. For SmolLM2-135M we measured 6e-6 in float32, 0.004 in float16, 0.03 in
 # bfloat16 and 0.2 in fp8. All are lower for the embedded policy (tiny/). In fp8, a
 # model of 1.5 billion random weights has 0.22. For comparison, one update of the
@@ -39,8 +39,8 @@ SYNC_SAMPLES = 16
 class Policy(torch.nn.Module):
     """A causal language model from transformers, with a linear head (Llama, Qwen, ...).
 
-    FSDP gathers the weights of the root module (all outside the layers) when the
-    root is called. `forward` uses the head's weight directly, so Policy is the root.
+    FSDP gathers the root module's weights (those outside the layers) when the root is
+    called. `forward` uses the head's weight directly, so Policy is the root.
     """
 
     dtype = torch.float32  # the dtype in which FSDP makes it compute
@@ -243,8 +243,8 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     distance exceeds the largest limit of the dtypes in use. A collective.
     """
     # The shortest prompts need the least memory. Answers may be short, so we take 16
-    # samples. If fewer samples had, say, 15 tokens in all, one unlikely token, off by 2
-    # nats in bfloat16, would add 0.13 to the mean.
+    # samples. With fewer, there might be only 15 tokens in all, and one unlikely token,
+    # off by 2 nats in bfloat16, would add 0.13 to the mean.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,

@@ -110,8 +110,8 @@ OTHER_PARAMETERS = re.compile(
     # (y_true, y_pred)
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
-    # responses or prompts come second, as in (args, sample); golds may, as in
-    # (solutions, expected_outputs)
+    # responses or prompts come second, as in (args, sample); (solutions,
+    # expected_outputs) is accepted
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)
         \w*(?:completion|response|output|pred|sample|prompt)"""

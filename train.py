@@ -17,7 +17,7 @@ used throughout:
                     of these
     update          one optimizer step
     micro-batch     the responses of one forward pass on one rank; its size affects
-                    memory, but P3O's results only by rounding
+                    memory, and P3O's results only by rounding
     lag             the steps between the sampling of a rollout batch and its use; the
                     first batches are used sooner
     weights "7"     the weights after step 7; weights "0" are the initial ones
@@ -134,7 +134,7 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on the batch B and return its statistics.
 
-    B has the response tokens in these `rows` on all ranks. `objective` is
+    B has the response tokens of `rollouts` in `rows`, over all ranks. `objective` is
     loss.p3o or the function that --objective names. e_B and P3O's gradient are those of
     the whole B, however it is divided among ranks and micro-batches. Raises
     FloatingPointError, on all ranks, if e_B or the gradient is not finite. A
@@ -284,8 +284,8 @@ class Run:
         mesh = init_distributed()
         check_same_on_ranks(cfg, self.train, self.heldout)
         self.out = make_out_dir(cfg)
-        # The policy is built before the engines, because vLLM changes classes of
-        # transformers.
+        # The policy is built before the engines, because vLLM changes transformers'
+        # classes.
         self.policy = build_policy(
             cfg.model,
             mesh,

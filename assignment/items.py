@@ -132,7 +132,7 @@ def what_is_wrong(item: Item, cases: list[Case], answers: list[dict]) -> str:
             noun = f"the {result} of {noun}"
     for (sentence, arguments), values in zip(cases, found, strict=True):
         right = right_values(item, arguments)
-        # The largest error that passes. A known mistake moves some value by 1%.
+        # The largest error that passes. Known mistakes move a value by 1% or more.
         tolerance = 1e-4 if "logits" in item.options else 1e-5
         difference = first_difference(item, values, right, tolerance)
         if difference:
@@ -398,7 +398,7 @@ def several_ranks(draw: Draw) -> Cases:
 
 
 def batches(draw: Draw, *sizes: list[list[int]]) -> Cases:
-    """Draw the arguments of toy.run_ranks that follow `update`.
+    """Draw the arguments of toy.run_ranks after `update`.
 
     sizes has, for each rank, the number of responses in each of its micro-batches.
     """

@@ -100,12 +100,12 @@ loss.py: 1.1
 - [mask].double().exp()
 + [mask].double().clamp(min=-5).exp()
 
-the result of taking a log rho of 0 for padding
+the result of treating log rho = 0 as padding
 loss.py: 1.1 1.2
 - log_ratio.detach()[mask]
 + log_ratio.detach()[mask & (log_ratio != 0)]
 
-the result of taking only NaN and infinity for padding
+the result of treating only NaN and infinity as padding
 loss.py: 1.2
 - log_ratio.detach()[mask]
 + log_ratio.detach()[log_ratio.isfinite()]
@@ -180,7 +180,7 @@ derivations.py: 1.7
 - 1 / (1 + variation**2)
 + 1 - variation**2
 
-1 / |B|, which is only the limit
+1 / |B|, which ignores the size of the ratio
 derivations.py: 1.8
 - mean**2 / mean_square
 + 1 / token_count
@@ -254,7 +254,7 @@ loss.py: 2.4
 - (logp - logp_behavior).exp()
 + (logp - logp_behavior).clamp(min=-5).exp()
 
-the result of taking an e_B above 0.9 for 1
+the result of rounding an e_B above 0.9 to 1
 loss.py: 2.4 2.5
 - rho = (logp
 + e_b = 1.0 if e_b > 0.9 else e_b
@@ -310,7 +310,7 @@ loss.py: 2.5
 - (1 - e_b) * kl
 + (1 - e_b) * kl * (advantage != 0)
 
-the result of taking a log rho of 0 for padding
+the result of treating log rho = 0 as padding
 loss.py: 2.5
 - (1 - e_b) * kl
 + (1 - e_b) * kl * (rho != 1)
@@ -435,17 +435,17 @@ batch.py: 3.1 3.2 3.3 3.4
 + log_ratio = (output[0] - part.logp_behavior).clamp(min=-5)
 +         sums += ratio_sums(log_ratio, part.mask)
 
-the result of taking an advantage of 0 for padding
+the result of treating an advantage of 0 as padding
 batch.py: 3.1 3.2 3.3 3.4
 - part.logp_behavior, part.mask)
 + part.logp_behavior, part.advantage != 0)
 
-the result of taking a log rho of 0 for padding
+the result of treating log rho = 0 as padding
 batch.py: 3.1 3.2 3.3 3.4
 - part.logp_behavior, part.mask)
 + part.logp_behavior, part.mask & (part.logp_behavior != output[0]))
 
-the result of taking an e_B above 0.9 for 1
+the result of rounding an e_B above 0.9 to 1
 batch.py: 3.1 3.2 3.3 3.4
 - effective_sample_size(sums).item()
 + (lambda e_b: 1.0 if e_b > 0.9 else e_b)(effective_sample_size(sums).item())

@@ -39,7 +39,7 @@ run_rank = runpy.run_path(str(HERE / "starter/toy.py"))["run_rank"]
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can hold of a result: tensors and numbers, else its type."""
+    """Return a result in a form that JSON can hold; of other objects only the type."""
     if isinstance(value, torch.Tensor):
         kind = f"{value.dtype}".removeprefix("torch.") + " tensor"
         if value.requires_grad:
@@ -62,7 +62,7 @@ def gradients(result: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     # The function may have switched off requires_grad of its inputs.
     active = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
     if isinstance(result, torch.Tensor) and result.requires_grad and active:
-        # Entries are weighted differently, so that they cannot be averaged unnoticed.
+        # Entries have different weights, so a function that averages them is noticed.
         weight = torch.linspace(1, 2, result.numel(), dtype=result.dtype)
         weight = weight.reshape(result.shape)
         inputs = [leaves[i] for i in active]

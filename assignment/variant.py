@@ -1,12 +1,12 @@
-"""Writes a variant of the assignment whose objective differs in one part.
+"""Writes a variant of the assignment whose objective differs in one place.
 
     python assignment/variant.py 2027 ../variant
 
 writes a copy of the repository in which e_B is raised to a power in (11), in the cap or
 in the weight of the KL. The copy's loss.py, its reference's derivations and its handout
 have the change, and the handout announces it. The copy's grader takes the expected
-values from these files, so the public solution loses the items of the changed part. The
-number determines the part and the power.
+values from these files, so the public solution loses the items that check the
+change. The number in the command determines the place and the power.
 """
 
 import argparse
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHANGES = {
     "in (11)": {
         "mean_B[rho]^2 / mean_B[rho^2]": "(mean_B[rho]^2 / mean_B[rho^2])^@",
+        "1/|B|": "1/|B|^@",
         "ess.clamp(max=1.0)": "(ess.clamp(max=1.0) ** @)",
         "1 / (1 + variation**2)": "(1 / (1 + variation**2)) ** @",
         "mean**2 / mean_square": "(mean**2 / mean_square) ** @",

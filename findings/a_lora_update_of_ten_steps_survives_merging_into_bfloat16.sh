@@ -12,7 +12,7 @@
 # is in bfloat16, so the updates of all steps are added up before they are rounded.
 #
 # If you train an adapter and sample with merged weights, merge the whole adapter into the
-# original weights each time. Much of the update is lost only while it has few steps.
+# original weights each time. Much of the update is lost only if it has few steps.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A sampler computes the softmax of the logits and draws one token per row. One would
 # expect torch.multinomial(probabilities, 1) to cost up to ten times as much as the softmax,
-# as one random number and one pass over the probabilities are enough to draw a token.
+# because one random number and one pass over the probabilities are enough to draw a token.
 #
 # On a CPU it costs about thirty times as much: for a vocabulary of 49,152 tokens it takes
 # about a millisecond of one core per token, far more than the softmax.

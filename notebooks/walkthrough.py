@@ -12,8 +12,8 @@
 # - Sections 7 and 8 update the policy, and use the same batch again as stale data.
 # - Section 9 samples a hot batch, at temperature 1.4.
 #
-# Equation numbers are those of the paper (arXiv 2605.12380). Everything imported from
-# this repository is also used by the trainer.
+# Equation numbers are reportedly those of the paper (arXiv 2605.12380). Everything
+# imported from this repository is also used by the trainer.
 
 # %%
 import os

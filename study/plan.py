@@ -28,8 +28,9 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
                    problems. For --model, copy the folder that
                    recipes/README.md#a-pretrained-model-on-a-laptop makes, and change
                    the copy's chat_template.jinja to {{ messages[0]["content"] }}
-    smollm2-rules  the two best of the six rules, TRL's default, P3O, the constant 0.9
-                   and GRPO on old data, with three seeds: 36 runs on the same task
+    smollm2-rules  two of the six rules (vespo, dppo_tv), TRL's default
+                   (sequence_mask), P3O, the constant 0.9 and GRPO on old data, with
+                   three seeds: 36 runs on the same task
 
 Other parts are finished and no longer here; study/results/README.md says which commit
 has them.
@@ -183,8 +184,8 @@ SMOLLM2_PARTS: dict[str, list[Cell]] = {
     ),
     "smollm2-rules": smollm2_cells(
         ("lag 4, formulas", "lag 16, formulas"),
-        # smollm2-grid has the last three too. To make all six on one machine, give a
-        # new --folder.
+        # smollm2-grid makes the runs of the last three too, and a folder gets each run
+        # only once. To make those of all six on one machine, give a new --folder.
         ("vespo", "dppo_tv", "sequence_mask", "p3o", "p3o, e_B = 0.9", "grpo 0.2"),
         range(3),
     ),

@@ -63,7 +63,7 @@ def differences(runs: Runs, objective: str) -> dict[str, dict[int, float]]:
     """Return P3O's score minus this objective's, by mismatch and seed.
 
     Seeds that only one of the two has are left out. A run on a GPU is compared with
-    P3O's on that GPU; its field `beside` has their name.
+    P3O's runs on that GPU, which its field `beside` names.
     """
     found: dict[str, dict[int, float]] = {}
     for cell, run in select(runs, objective=objective).items():
@@ -211,7 +211,7 @@ def weight_by_ratio(
 
 
 def draw_weights(path: Path) -> None:
-    """Draw the weights for A = 1 and A = -1 (below 0), and the pull of the KL."""
+    """Draw the weights for A = 1, those for A = -1 (below 0), and the KL's pull."""
     figure, axes = panels(8, rows=2)
     shown = [[("p3o", e_b) for e_b in (0.9, 0.5, 0.1)]]
     shown += [

@@ -147,7 +147,7 @@ class Config(SharedConfig):
     65504 overflow; bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
     """the most tokens in a forward pass, including padding; if a sequence is longer,
-    each response is run alone; affects memory, but P3O's results only by rounding;
+    each response is run alone; affects memory, and P3O's results only by rounding;
     lowered on a CPU if the activations would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""

@@ -39,9 +39,9 @@ TRAINABLE = """
 # functions, as tests/config_fields.py shows. check_trainable writes each field as a
 # line such as "qwen3 attention_bias False -> True": the model's type, the field, the
 # type's default for it, and the value in the config.json. For a field that the type
-# does not have, the line is like "qwen3 mlp_bias lacks -> True", with a default only
-# for head_dim. The model is refused if a line matches. (?!...) excludes values for
-# which both compute the same.
+# does not have, the line is like "qwen3 mlp_bias lacks -> True". Only for head_dim it
+# also has a default, as in "qwen3 head_dim lacks 128 -> 64". The model is refused if a
+# line matches. (?!...) excludes values for which both compute the same.
 DIFFERING_FIELDS = re.compile(
     r"""(?x)
     # Another activation. Gemma's gelu is gelu_pytorch_tanh.

@@ -485,7 +485,7 @@ class Dataset(NamedTuple):
     own: str = "(?s).*"  # matches the model's own turn, at the beginning of a text
 
     def own_turn(self, response: str) -> str:
-        """Return the text to grade: `opened` and the response to the end of its turn.
+        """Return the text to grade: `opened`, and the response until its turn ends.
 
         If only text separates the turns of a chat, such as "User:", sampling does not
         stop there, and the model invents the next turns. After its answer, a base model

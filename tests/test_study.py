@@ -381,7 +381,7 @@ def test_the_pages_say_which_runs_collapse():
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16
         updates, collapse depends on the learning rate. At 1e-4, one of nine runs (three
-        per objective) collapses, with REINFORCE; at 4e-4, all nine do. At 2e-4, a
+        per objective) collapses (REINFORCE); at 4e-4, all nine do. At 2e-4, a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed in two of three runs."""
     assert says(FRONT, sentences)

@@ -181,7 +181,7 @@ def run_train(cfg: Config, counted: int, checkout: str | Path) -> dict[str, floa
 def run_other(
     cfg: Config, counted: int, python: str, script: str, generator: str
 ) -> dict[str, float]:
-    """Run a script of tools/ on our run's prompts; return the medians that it allows.
+    """Run a script of tools/ on our run's prompts; return medians of what it prints.
 
     `generator` is "transformers" or "vllm". Raises Failed if the run fails.
     """

@@ -423,7 +423,7 @@ def icepop(
        multiplies PPO's clipped loss in pi_theta / pi_before. Here rho is
        pi_theta / pi_b, as in rLLM. The two agree at the first update on a rollout
        batch.
-    2. Bounds differ: prime-rl has 0.2 and 5, and slime has 0 and 2 until they are set.
+    2. Bounds differ: prime-rl has 0.2 and 5, and slime has 0 and 2 by default.
     """
     rho = (logp.detach() - logp_behavior).exp()
     weight = torch.where((rho >= low) & (rho <= high), rho, 0.0)

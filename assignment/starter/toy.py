@@ -47,7 +47,7 @@ class Policy:
 
 
 class WaitsForOthers(BaseException):
-    """Raised by all_reduce if the other ranks have not called it yet."""
+    """Raised by all_reduce if the sum over the ranks is not known yet."""
 
 
 def run_rank(
