@@ -110,8 +110,8 @@ def distinct_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, tuple]:
     """Find the S tokens of `tokens`, [N, L], whose hidden states have to be computed.
 
     The hidden state of a token depends only on the tokens up to it. If the row above
-    has the same tokens up to there, its state is used. Responses to the same prompt are
-    neighbors, so their prompt, and any beginning that neighboring prompts share, is
+    begins with the same tokens, that row's state is used. Responses to the same prompt
+    are neighbors, so their prompt, and any beginning that neighboring prompts share, is
     computed once. Padding (-1) is left out.
 
     Returns `index`, [N, L], and `computed`, the rows and the columns of the S tokens,
@@ -242,9 +242,9 @@ def check_sync(engine: Engine, policy: Policy, prompts: list[list[int]]) -> floa
     only rounding and fp8 separate the two. Raises Stopped, on all ranks, if the
     distance exceeds the largest limit of the dtypes in use. A collective.
     """
-    # The shortest prompts need the least memory. Answers may be short, so we take 16
-    # samples. With fewer, there might be only 15 tokens in all, and one unlikely token,
-    # off by 2 nats in bfloat16, would add 0.13 to the mean.
+    # The shortest prompts need the least memory. We take 16 samples because a few short
+    # answers can have only 15 tokens in all, and then one unlikely token, off by 2 nats
+    # in bfloat16, would add 0.13 to the mean.
     prompts = (sorted(prompts, key=len) * SYNC_SAMPLES)[:SYNC_SAMPLES]
     samples = engine.sample(
         prompts,
