@@ -30,7 +30,7 @@ train: $(VENV)/installed
 
 ifeq ($(REQUIREMENTS),requirements.txt)
 # The tests run on the CPU, in an environment of their own: they build many engines in
-# one process, of which vLLM on a GPU lets only one sleep.
+# one process, and on a GPU vLLM lets only one of them sleep.
 test test-all:
 	$(MAKE) $@ REQUIREMENTS=requirements-cpu.txt VENV=.venv-cpu
 else

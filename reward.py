@@ -7,8 +7,8 @@ A response is judged in three steps:
     2. What does the answer mean?    a word, a number, or a formula in LaTeX
     3. Is it the gold answer?        the same word, number or formula
 
-The verifier "exact" takes the last word in step 1. recipes/README.md has examples
-of the decisions made in these steps.
+In step 1, the verifier "exact" takes the last word instead. recipes/README.md has
+examples of the decisions made in these steps.
 
 Responses are untrusted text to compare, never code to run. Comparing words and numbers
 is safe. Comparing some formulas, such as 98^{97^{96}}, never ends, so
@@ -110,8 +110,8 @@ OTHER_PARAMETERS = re.compile(
     # (y_true, y_pred)
     ^\w*(?:prompt|quer|question|problem|instruct|input|data|task|docs?\b|messages|
         conversation|gold|tru[et]|target|label|(?<![a-z])ref(?!in)|expect|correct(?!ed))
-    # responses or prompts come second, as in (args, sample); (solutions,
-    # expected_outputs) is accepted
+    # responses or prompts come second: (args, sample), but not (solutions,
+    # expected_outputs)
     | ^(?!\w*(?:completion|response|output|pred|sample|text))\w+[ ]
         (?!expect|ref|true|correct|target|gold|label)
         \w*(?:completion|response|output|pred|sample|prompt)"""

@@ -72,7 +72,7 @@ def prompts_of_rank(prompt_count: int) -> range:
 def noise_seed(seed: int, group: int, samples: int) -> int:
     """Return the noise seed of a group's first sample; sample j has this seed plus j.
 
-    Every group has `samples` samples, so groups with different numbers share no seed.
+    Every group has `samples` samples, so different groups share no seed.
     The first noise seed of a run is a pseudorandom function of `seed`, so that runs
     with different seeds hardly ever share one.
     """

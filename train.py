@@ -134,7 +134,7 @@ def update(
 ) -> dict[str, float]:
     """Make one optimizer step on the batch B and return its statistics.
 
-    B has the response tokens of `rollouts` in `rows`, over all ranks. `objective` is
+    B has the response tokens in `rows` of `rollouts`, over all ranks. `objective` is
     loss.p3o or the function that --objective names. e_B and P3O's gradient are those of
     the whole B, however it is divided among ranks and micro-batches. Raises
     FloatingPointError, on all ranks, if e_B or the gradient is not finite. A

@@ -20,7 +20,7 @@ from sympy.functions.elementary.trigonometric import TrigonometricFunction
 # of a numeral; a ratio of three numbers; [5]; a possible time of day, as in 3:45; words
 # or letters between two numbers, as in 2\text{hours}30 and 4R3; and a number directly
 # after a number, as in 1 2, 1{2}, \frac{1}{2}3, {1}{2}, 10^{3}.5 and 1.2.3. A formula
-# with such notation is equal only to its own text.
+# with such notation equals only one with the same text.
 UNREADABLE = re.compile(
     r"mod|equiv|phantom|dots|'|(?<!\^)\d_|:.*:|^\[[^,;&]*\]$|:.*\\text\{[ap]m\}|"
     r"(?<!\d)\d?\d:[0-5]\d(?!\d)|"

@@ -238,7 +238,7 @@ def grade_item(runner: Runner, item: Item, folder: Path, seed: int) -> Result:
     elif ending == "idle":
         sentence = f"slept for {IDLE_SECONDS} s and was stopped"
     else:
-        sentence = f"ended without an answer {ending}".strip()
+        sentence = f"ended without an answer{ending and f' ({ending})'}"
     return judged(lost, f"{item.file} {sentence}")
 
 

@@ -39,7 +39,7 @@ run_rank = runpy.run_path(str(HERE / "starter/toy.py"))["run_rank"]
 
 
 def plain(value: Any) -> Any:
-    """Return a result in a form that JSON can hold; of other objects only the type."""
+    """Return a result in a form that JSON can hold, or else only its type."""
     if isinstance(value, torch.Tensor):
         kind = f"{value.dtype}".removeprefix("torch.") + " tensor"
         if value.requires_grad:

@@ -1,7 +1,7 @@
 """Restricts a student's process to computing and to reading libraries and its files.
 
 The functions are called in a process that has just been forked, and they bind it for
-the rest of its life. They need Linux on x86-64, but not root:
+the rest of its life. They work on x86-64 Linux, also without root:
 
 - prctl ends the process when the grader ends, for whatever reason,
 - setrlimit limits its CPU seconds, its memory and the size of the files that it writes,
@@ -127,7 +127,7 @@ def limit(cpu_seconds: int, memory_bytes: int, file_bytes: int) -> None:
     """Limit what this process uses; beyond that it gets a signal or an error.
 
     memory_bytes is what it may use on top of its present address space, because torch
-    reserves more of that than a student needs (with CUDA 10 GB).
+    alone reserves more than a student needs (with CUDA 10 GB).
     """
     # SIGXCPU comes first, so that a handler can tell where the code was. SIGKILL
     # comes a second later.
@@ -141,7 +141,7 @@ def limit(cpu_seconds: int, memory_bytes: int, file_bytes: int) -> None:
 
 
 def close_files(readable: Iterable[Path]) -> None:
-    """Close all files to this process, except for reading those below `readable`."""
+    """Let this process open only files below `readable`, and only to read them."""
     version = landlock_version()
     # Version 1 has 13 rights on files, and versions 2 and 3 add one each.
     handled = (1 << 12 + min(version, 3)) - 1

@@ -21,6 +21,8 @@ CHANGES = {
     "in (11)": {
         "mean_B[rho]^2 / mean_B[rho^2]": "(mean_B[rho]^2 / mean_B[rho^2])^@",
         "1/|B|": "1/|B|^@",
+        "1 / (1 + CV^2)": "1 / (1 + CV^2)^@",
+        "1 / (1 + chi^2(pi_theta || pi_b))": "1 / (1 + chi^2(pi_theta || pi_b))^@",
         "ess.clamp(max=1.0)": "(ess.clamp(max=1.0) ** @)",
         "1 / (1 + variation**2)": "(1 / (1 + variation**2)) ** @",
         "mean**2 / mean_square": "(mean**2 / mean_square) ** @",
@@ -29,7 +31,7 @@ CHANGES = {
         ),
     },
     "in the cap of (12)": {
-        "min(rho_t, e_B)": "min(rho_t, e_B^@)",
+        ", e_B)": ", e_B^@)",
         "max=e_b": "max=e_b**@",
         "min(ratio, e_b)": "min(ratio, e_b**@)",
     },
@@ -39,14 +41,17 @@ CHANGES = {
     },
 }
 POWERS = ["0.5", "1.5", "2", "3"]
-IGNORE_PATTERNS = shutil.ignore_patterns(".git", ".venv*", "runs", "variant.py")
 
 
 def make_variant(seed: int, folder: Path) -> str:
     """Write the variant with this number, and return the sentence that announces it."""
     draw = random.Random(seed)
     part, power = draw.choice(list(CHANGES)), draw.choice(POWERS)
-    shutil.copytree(ROOT, folder, ignore=IGNORE_PATTERNS)
+    shutil.copytree(
+        ROOT,
+        folder,
+        ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "variant.py"),
+    )
     handout = folder / "assignment/README.md"
     for path in [folder / "loss.py", handout, *folder.glob("assignment/**/*.py")]:
         text = path.read_text()
@@ -67,7 +72,7 @@ def main() -> None:
     parser.add_argument("seed", type=int, help="a number, such as the year")
     parser.add_argument("folder", type=Path, help="a new folder")
     args = parser.parse_args()
-    print(make_variant(args.seed, args.folder))
+    print(make_variant(**vars(args)))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ core. The policy learns as in recipes/smollm2-laptop.yaml, but for 20 steps, not
                    problems. For --model, copy the folder that
                    recipes/README.md#a-pretrained-model-on-a-laptop makes, and change
                    the copy's chat_template.jinja to {{ messages[0]["content"] }}
-    smollm2-rules  two of the six rules (vespo, dppo_tv), TRL's default
-                   (sequence_mask), P3O, the constant 0.9 and GRPO on old data, with
+    smollm2-rules  three of RULES (vespo, dppo_tv and TRL's default,
+                   sequence_mask), P3O, the constant 0.9 and GRPO on old data, with
                    three seeds: 36 runs on the same task
 
 Other parts are finished and no longer here; study/results/README.md says which commit
@@ -178,7 +178,7 @@ PARTS: dict[str, list[Cell]] = {
 }
 smollm2_cells = partial(cells_of, learning_rate=SMOLLM2_RATE)
 SMOLLM2_PARTS: dict[str, list[Cell]] = {
-    # On the embedded policy the last two are close to P3O or better.
+    # On the embedded policy opmd and 0.9 are close to P3O or better.
     "smollm2-grid": smollm2_cells(
         SMOLLM2_GRID, (*MAIN[:4], "p3o, e_B = 0.9", "opmd"), range(3)
     ),

@@ -211,7 +211,7 @@ def weight_by_ratio(
 
 
 def draw_weights(path: Path) -> None:
-    """Draw the weights for A = 1, those for A = -1 (below 0), and the KL's pull."""
+    """Draw the weights for A = 1, below 0 those for A = -1, and the KL's pull."""
     figure, axes = panels(8, rows=2)
     shown = [[("p3o", e_b) for e_b in (0.9, 0.5, 0.1)]]
     shown += [

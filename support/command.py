@@ -119,8 +119,8 @@ def run_script(main: Callable[[], None]) -> None:
     The reason for an expected failure is one sentence. After main, the process ends at
     once and skips the interpreter's clean-up, in which an engine would wait for the
     other ranks. If this rank has failed, that would be a deadlock: the other ranks wait
-    for this one until torchrun ends them, after this process has ended. CUDA's memory
-    pools may also abort the process in the clean-up.
+    for this one, and torchrun ends them only after this process has ended. CUDA's
+    memory pools may also abort the process in the clean-up.
     """
     sys.stdout.reconfigure(line_buffering=True)  # even if it is a file
     script = Path(sys.argv[0]).name

@@ -146,9 +146,9 @@ class Config(SharedConfig):
     bfloat16 or float16; float16 is closer to float32, but weights and activations above
     65504 overflow; bfloat16 is slow on a CPU without instructions for it"""
     micro_batch_tokens: PositiveInt = 16384
-    """the most tokens in a forward pass, including padding; if a sequence is longer,
-    each response is run alone; affects memory, and P3O's results only by rounding;
-    lowered on a CPU if the activations would take over 4 GB in float32"""
+    """the most tokens in a forward pass, including padding; if one sequence is
+    longer, all responses are run one by one; affects memory, and P3O's results only by
+    rounding; lowered on a CPU if the activations would take over 4 GB in float32"""
     gradient_checkpointing: bool = False
     """compute activations twice instead of keeping them"""
 

@@ -124,6 +124,6 @@ def prepare_cpu(ranks_of_node: int) -> None:
     # oneDNN asks, but vLLM's attention kernel does not, and an fp8 engine samples with
     # oneDNN switched off (see Engine.sample), so we ask here.
     torch.cpu._init_amx()
-    # vLLM would compile the function that counts the likelier tokens at each position.
+    # vLLM would compile the function that computes the rank of each sampled token.
     # Compiling takes ten seconds or more, and the function is fast without it.
     torch.compiler.set_stance("force_eager")

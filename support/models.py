@@ -39,8 +39,8 @@ TRAINABLE = """
 # functions, as tests/config_fields.py shows. check_trainable writes each field as a
 # line such as "qwen3 attention_bias False -> True": the model's type, the field, the
 # type's default for it, and the value in the config.json. For a field that the type
-# does not have, the line is like "qwen3 mlp_bias lacks -> True". Only for head_dim it
-# also has a default, as in "qwen3 head_dim lacks 128 -> 64". The model is refused if a
+# does not have, the line is like "qwen3 mlp_bias lacks -> True". Only for head_dim
+# is a default added, as in "qwen2 head_dim lacks 128 -> 64". The model is refused if a
 # line matches. (?!...) excludes values for which both compute the same.
 DIFFERING_FIELDS = re.compile(
     r"""(?x)
@@ -214,8 +214,8 @@ def check_heads(model: str, config: Any, tp: int) -> None:
 def check_weights(model: str, folder: str, config: Any) -> None:
     """Raise Refused unless the stored weights are exactly those of the config.
 
-    transformers would fill in random numbers for a missing weight, in the trainer and,
-    at the sync, in the engine. For types that are not in TRAINABLE and for quantized
+    transformers would fill in random numbers for a missing weight, and the sync would
+    copy them to the engine. For types that are not in TRAINABLE and for quantized
     models, whose weights may have other names, the files only have to be readable.
     """
     stored = {}  # the weights in the files, by name

@@ -380,8 +380,9 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16
-        updates, collapse depends on the learning rate. At 1e-4, one of nine runs (three
-        per objective) collapses (REINFORCE); at 4e-4, all nine do. At 2e-4, a
+        updates, collapse depends on the learning rate: of nine runs (three per
+        objective), one (REINFORCE) collapses at 1e-4, and all collapse at 4e-4. At
+        2e-4, a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed in two of three runs."""
     assert says(FRONT, sentences)
@@ -409,9 +410,9 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
     assert says(FRONT, sentences)
     found = {name: lead(CONSTANT, name) for name in FRONT_ROWS}
     worst, _ = max(found.values())
-    sentence = f"""With three seeds, sampled accuracy is {-found["lag 16"][0]:.2f}
-        higher on old data and at most {worst:.2f} lower elsewhere (16 updates:
-        {found["16 updates"][0]:.2f} ± {found["16 updates"][1]:.2f})."""
+    sentence = f"""With three seeds, its lead in sampled accuracy is
+        {-found["lag 16"][0]:.2f} on old data, {found["16 updates"][0]:.2f} ±
+        {found["16 updates"][1]:.2f} with 16 updates, and at worst {-worst:.2f}."""
     assert says(FRONT, sentence)
 
 

@@ -14,11 +14,11 @@ on both models. TRL needs an environment of its own:
     .venv-trl/bin/pip uninstall -y torchvision torchaudio torchcodec
 
 --earlier compares with another commit of this repository (`git worktree add` makes its
-folder). The runs alternate, and a ratio is the median of the ratios of all rounds.
-Other programs on the machine change such a ratio less than they change seconds. --out
-is a JSON file with the numbers of all rounds; a .md file beside it has the table. To
-measure a CPU with AVX-512 as if it had only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2
-ATEN_CPU_CAPABILITY=avx2 before the command.
+folder). In each round all programs run in turn, and the table's ratio of two of them is
+the median of this ratio over the rounds. Other programs on the machine change such a
+ratio less than they change seconds. --out is a JSON file with the numbers of all
+rounds; a .md file beside it has the table. To measure a CPU with AVX-512 as if it had
+only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 before the command.
 """
 
 import itertools
@@ -205,7 +205,7 @@ def run_other(
 
 
 def measure(cfg: Config, bench: BenchConfig) -> dict[str, list[float] | str]:
-    """Return the numbers of each round by row of the table, ours first.
+    """Return each row of the table, ours first, with its numbers in each round.
 
     If the other code fails, its row has the reason. Raises Refused if our train.py
     fails.

@@ -4,7 +4,8 @@
 
 It takes the flags of train.py and reads only the model's config.json; --model has to be
 a model folder or a name without a revision. A GB is 2^30 bytes, as in --kv_cache_gb,
-and an "80 GB" card offers 79 of these. A run that does not fit is refused.
+and an "80 GB" card offers 79 of these. The script refuses a run
+that does not fit.
 """
 
 import sys

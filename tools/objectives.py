@@ -145,8 +145,8 @@ def m2po(
     1. The authors' code does not drop tokens one by one. It clips rho at exp(-b) and
        exp(b), with b such that the mean of min((log rho)^2, b^2) is at most tau, for
        each micro-batch and rank.
-    2. AReaL's code drops tokens whatever the sign of A, by pi_before / pi_b, and always
-       keeps one token.
+    2. AReaL's code takes pi_before / pi_b, drops tokens whatever the sign of A, and
+       always keeps one.
     """
     log_rho = logp - logp_behavior
     moved = (advantage * log_rho).detach() > 0  # [N, T]

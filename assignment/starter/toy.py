@@ -59,7 +59,7 @@ def run_rank(
 ) -> list[Any]:
     """Run `update` on one rank, and return [e_B, the rank's gradient, its passes].
 
-    totals has what all_reduce returns, one tensor for each call. At a call without one,
+    totals has what all_reduce returns, call by call. At the first call beyond these,
     the rank is interrupted, and the result is [the call's tensor].
     """
     known = iter(totals)
