@@ -19,7 +19,7 @@ CHARACTER = r"[\w:|｜▁/-]"
 NAME = (
     rf"{CHARACTER}{{0,30}}(?:think|thought|reason|analy[sz]|scratch|reflect|rationale|"
     r"monolog|deliberat|brainstorm|internal|draft|contemplat|working_?out|思考|推理|"
-    rf"inner_voice|(?<![a-z])(?:cot|plan(?:ning)?)(?![a-z])){CHARACTER}{{0,30}}"
+    rf"inner_voice|(?<![a-z])(?:cot(?!\s)|plan(?:ning)?)(?![a-z])){CHARACTER}{{0,30}}"
     r"(?:\s[^<>]{0,99})?[>▷]"
 )
 THOUGHT_TAG = re.compile(
@@ -50,7 +50,7 @@ THOUGHT_TAG = re.compile(
         | <\|im_start\|>(?:assistant/)?think                     # s1, HyperCLOVA X
         | <\|open\|>think<\|sep\|>
         | to=self<\|message\|>
-        | Here(?:\sis|'s)\smy\sthought\sprocess:
+        | \A\s*Here(?:\sis|'s)\smy\sthought\sprocess:
     )"""
 )
 # What ends the model's turn: <|im_end|>, <|eot_id|>, <|end_of_turn|>, <turn|>, </s>, or

@@ -43,6 +43,8 @@ SIGNS = r"""
 #   LOOKS      commands that only change the appearance
 #   STYLE      commands that set their argument as words
 #   FUNCTION   functions. "min" and "sec" are units if nothing follows them
+#   LIST       two or more words with commas, "and" or "or" between them
+#   LEAD       a word before a WORD, but not one of a list such as "I and III only"
 #   WORD       a word. Four letters after a digit are a product, as in 2abcd
 #   LABEL      words that end with a colon
 #   BASIS      what precedes the letter of a basis vector, as in \mathbf{i} and
@@ -73,6 +75,8 @@ STYLE = text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|
     boldsymbol|underline|operatorname
 FUNCTION = sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|
     (?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))
+LIST = [\w'-]+(?:(?:,~*|~(?=and~|or~))(?:(?:and|or)~)?[\w'-]+)+
+LEAD = (?:(?!(?:and|or)~[A-Z]|[IVX]+~)[a-zA-Z]{2,}~)
 WORD = (?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}
 LABEL = \\text\{(?![^}]*\b(?i:NONE|no|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)
 BASIS = \\(?:text|hat|vec)(?:~*\{)?~*(?:\\text\{~*)?\\?
@@ -98,8 +102,8 @@ CONDITION = [^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|
     \\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|
     [^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)
 AND = or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))
-SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mW]|USD|km/hr?|m/s|sq~ft|
-    per~day
+SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mWJN]|USD|km/hr?|m/s|sq~ft|
+    per~day|[kMG]?Hz|kPa
 FROM = (?:^|(?<=,)|(?<=,~))
 TO = (?=~*(?:,|$))
 """
@@ -110,6 +114,8 @@ REWRITES = r"""
 (([_^])\{-?\d*)\}\2\{ -> \1
 # 18 with a zero-width space, or in the colors of a terminal
 [\u200b\u2060\ufeff]|\x1b\[\d*m ->
+# 9*2=<<9*2=18>>18, as in GSM8K's solutions
+<<[^<>]*>> ->
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
 # 1{,}234, 10,\!000, 1\,234, 1 234, 1'234
@@ -118,6 +124,9 @@ REWRITES = r"""
 \{([-:+=])\} -> \1
 # 15\,\text{cm}, x=3,\; x=5
 (?<!\\)\\[,;:!> ]|\\(?:q?quad|thinspace|enspace)(?![a-z])|\s -> ~
+# x**2, (x+1) ** 2 and 2**n are powers; **18** is bold
+(?<=[\w)}])(~?)\*\*\1(-?\d+)(?!\d|\*\*) -> ^{\2}
+(?<=[\w)}])(~?)\*\*\1(?=[a-z(]) -> ^
 # \$18, \euro18, \[18\], \(18\), **18**
 \\?\$|\\(?:euro|pounds|cent|mathdollar)(?![a-z])|\\[]()[]|\*\* -> ~
 # \langle 1,2\rangle, <1,2>
@@ -150,8 +159,11 @@ REWRITES = r"""
 \\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?!x?[a-wyzA-Z]) -> \\\1\2~
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
-# Sunday, 18 dollars, 64 square feet
-(?<![\\a-zA-Z])((?:[a-zA-Z]{2,}~)*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
+# \text{Paris, France}, \text{A and C}, \text{I and III only}
+^\\text\{~*(LIST)(?:~only)?[~.]*\}$ -> \1
+^\\text\{~*([\w'-]+)~only[~.]*\}$ -> \\text{\1}
+# Sunday, 18 dollars, 64 square feet; I and III only
+(?<![\\a-zA-Z])(LEAD*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
 # \text{an ellipse}
 ^\\text\{~*(?:an?|the)~+(?=[a-z]{3}) -> \\text{
 # {15\text{ cm}^2}
@@ -216,13 +228,15 @@ REWRITES = r"""
 (?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*UNIT~*)+(?=,|$) ->
 # 15cm, 12\pi cm^2
 (?:(?<=\d)|(?<=\\pi))~*(?:SHORT)(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
+# 5 N, 18\,m; but 5N and 18m are products
+(?<=\d)~[mgshLlAVWJNCK](?=,|$) ->
                                                                     Names
 # x_{\text{max}}, x_\text{max}, m_{\max}, L_\odot, x_1
 _~*(\{)?~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+))~*(?(1)\}) -> _{\2\3}
 _~*(\w) -> _{\1}
 # \text{B.}, \text{(C)}, \mathrm{e}, \mathbf{x^2}; odd, No, ABC; \text{Odd.}
 \\text\{~*\(?([a-zA-Z](?:POWER)?)\)?\.?~*\} -> \1
-^([A-Z]{2,}|[Nn]o|(?=\w*[eiou])[a-zA-Z]{3})$ -> \\text{\1}
+FROM([A-Z]{2,}|[Nn]o|(?=\w*[eiou])[a-zA-Z]{3})TO -> \\text{\1}
 \\text\{~*([^{}]*?)[~.]*\} -> \\text{\1}
 # \text{all real numbers}, \varnothing, \text{empty set}, \varepsilon, x \not= 3
 \\text\{[aA]ll~real(?:s|~numbers)\} -> \\mathbb{R}

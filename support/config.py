@@ -91,7 +91,8 @@ class Config(SharedConfig):
     objective: str = "p3o"
     """p3o, reinforce, grpo, or module:name, such as tools.objectives:dapo"""
     objective_args: dict[str, NumberOrText] = {}
-    """a hyper-parameter of the objective, name=value; repeat the flag for each"""
+    """a hyper-parameter of the objective, name=value, where the value is a number or a
+    text; repeat the flag for each"""
     scale_advantage: bool = True
     """divide the advantage by the standard deviation of its group"""
 
@@ -156,7 +157,7 @@ class Config(SharedConfig):
     eval_every: NonNegativeInt = 10
     """evaluate every N steps; 0: only before and after training"""
     eval_problems: NonNegativeInt = 512
-    """how many held-out problems to evaluate on; 0: all"""
+    """evaluate on the first N held-out problems; 0: all"""
     save_every: NonNegativeInt = 0
     """write a checkpoint every N steps and after the last one; 0: never"""
     resume: bool = False

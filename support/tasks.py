@@ -561,8 +561,9 @@ def load_split(
         opened=tag[0] if tag and tag["begin"] and tag.end() == len(prompt) else "",
         own=rf"(?s).*?(?={turn_end}|\Z)"
         if tokenizer.chat_template
-        # up to the next problem's solution, if there is an answer before it
-        else rf"(?s).*?(?:\\boxed|####).*?(?={BASE_PROMPT_END}|\Z)|.*",
+        # up to the next problem's instruction or solution, if there is an answer before
+        else rf"(?s).*?(?:\\boxed|####).*?(?={BASE_PROMPT_END}|"
+        rf"\n\s*{re.escape(task.instruction or BASE_PROMPT_END)}|\Z)|.*",
     )
 
 

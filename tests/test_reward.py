@@ -158,6 +158,17 @@ k\pi == k\pi, k \in \mathbb{Z}
 1,2,3,4 == 1min,2\,\text{min},3\text{sec}^2,4 sec
 1,2,3,4,5,6,7 == 1kg,2ml,3ft,4in,5lbs,6oz,7hr
 1,2,3,4,5 == 1kW,2USD,3cm^2,4cm^{2},5mph
+1,2,3,4 == 1kJ,2 Hz,3 kHz,4kPa
+5 N,18 == 5\text{ N},18\,m == 5,18
+x^2+2^n == x**2+2**n
+(x+1)^2 == (x+1) ** 2
+x^{-2} == x**-2 == x**(-2)
+8 == 2**3 == **8**
+Paris, France == \text{Paris, France} == \text{France, Paris}
+red, blue == \text{red}, \text{blue}
+A, C == \text{A and C} == \text{A, C only}
+I and III == \text{I and III only} == I and III only
+II == \text{II only}
 2\pi == 2\text{ pi}
 \frac{1}{\pi} == \frac{1}\pi
 \sqrt{\pi}+\sqrt{\frac12}+\sqrt{x}+\sqrt{3} == \sqrt\pi+\sqrt\frac12+√x+\sqrt(3)
@@ -377,6 +388,11 @@ k\pi != k\pi \quad (k \in \mathbb{N})
 f(x)=x\text{ for all }x>0 != f(x)=x\text{ for all }x<0
 n\text{ is prime} != n\text{ is composite}
 2\text{ (max)} != 2\text{ (min)}
+5N != 5 N
+2x != x**2
+2x+2 != (x+1)**2 != 2**(x+1)
+I != I and III only
+A != \text{A or B}
 5\text{ m upwards} != 5\text{ m downwards}
 5\text{ bn} != 5\text{ mn}
 5 != 5\text{ per mille}
@@ -466,9 +482,11 @@ GSM8K = r"""
 1800 == #### $1,800.00
 -3 == #### -3
 0.1 == #### .1
+18 == #### 9 * 2 = <<9*2=18>>18 == \boxed{20 - 2 = 18}
+18 == #### x = 9 \times 2 = 18 == \boxed{\frac{36}{2} = \$18}
 18 == \boxed{\{18\}} == #### **$18.00** == #### (18) miles per hour, == #### +18
 84 != #### 84.00000000001 != \boxed{168/2} != #### 84+1 != #### >= 84 != #### 8(4)
-84 != #### Case 1: x = 84
+84 != #### Case 1: x = 84 != \boxed{x=2\text{ or maybe }x=84} != #### x=2, x=84
 3600 != #### 3,6,00
 9007199254740993 != #### 9007199254740992
 18 != #### 18 million != #### 18 Dozen != #### 18x
@@ -501,6 +519,8 @@ So it is \boxed{5 \\}
 \boxed{5}<|im_start|>answer
 \boxed{3} <|response|>\boxed{5}
 Here are my reasoning steps:↵1. 2+3 is \boxed{5}
+So here's my thought process: 2+3 is \boxed{5}
+tan x<cot x, so y>3 and \boxed{5}
 Here are my reasoning steps:↵1. \boxed{3}↵[BEGIN FINAL RESPONSE]↵\boxed{5}
 #### 3↵No:↵#### 5↵That is all.
 """

@@ -68,10 +68,15 @@ def write(path: Path, *rows: dict | str) -> str:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Dataset]:
-    """Writes rows to a file and loads it, without an instruction."""
+    """Writes rows to a file and loads it, with no instruction unless one is given."""
 
-    def load(*rows: dict | str, template: str | None = None, **options: Any) -> Dataset:
-        (tmp_path / "task.json").write_text('{"instruction": null}')
+    def load(
+        *rows: dict | str,
+        template: str | None = None,
+        instruction: str = "null",
+        **options: Any,
+    ) -> Dataset:
+        (tmp_path / "task.json").write_text(f'{{"instruction": {instruction}}}')
         name = write(tmp_path / "t.jsonl", *rows)
         options = {"room": 99, "drop_long": False} | options
         return load_split(name, tokenizer_with(template), "train", **options)
@@ -820,13 +825,21 @@ def test_a_turn_that_the_template_ends_by_text_alone_is_graded_to_its_end(load):
     # No token stops the model there. The box of the turn that it invents is not graded.
     turns = "{% for m in messages %}{{m.role}}: {{m.content}}\n\n{% endfor %}assistant:"
     dataset = load({"prompt": "1+1", "answer": "46"}, template=turns)
-    invented = r"\boxed{9}", "\n\nuser: 40+6\n\n", r"assistant: \boxed{46}"
-    responses = ["".join(invented), "".join(invented[1:]), "By a user: " + invented[2]]
+    responses = [
+        "\\boxed{9}\n\nuser: 40+6\n\nassistant: \\boxed{46}",
+        "\n\nuser: 40+6\n\nassistant: \\boxed{46}",
+        "By a user: assistant: \\boxed{46}",
+    ]
     assert compute_rewards(dataset, [0], responses) == [0.0, 0.0, 1.0]
     assert [*map(dataset.is_unmarked, responses)] == [False, True, False]
-    # A base model often writes another problem, with its solution.
-    responses = "#### 46\n\n4+5\n\nSolution: #### 9", "6*8\n\nSolution: \\boxed{46}"
-    assert compute_rewards(load(*own("46")), [0], responses) == [1.0, 1.0]
+    # A base model often writes another problem, with its instruction and solution.
+    dataset = load(*own("46"), instruction='"Use \\\\boxed{}."')
+    responses = [
+        "#### 46\n\n4+5\n\nSolution: #### 9",
+        "\\boxed{46}\n\nUse \\boxed{}.\n\n4+5\n\nSolution: \\boxed{9}",
+        "6*8\n\nSolution: \\boxed{46}",
+    ]
+    assert compute_rewards(dataset, [0], responses) == [1.0, 1.0, 1.0]
 
 
 # --- several ranks
