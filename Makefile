@@ -46,6 +46,7 @@ compare: $(VENV)/installed
 	$(BIN)/python tools/compare.py
 
 reproduce: $(VENV)/installed
+	@echo Runs that runs/reproduce has are not made again: delete it after a change of the code.
 	$(BIN)/python study/plan.py --part quick --folder runs/reproduce --workers 2
 	$(BIN)/python study/report.py runs/reproduce
 

@@ -481,8 +481,8 @@ def apply_gradient(
             f"step {step}: e_B is {e_b:.2g} and the norm of the gradient is "
             f"{grad_norm:.2g}, but both have to be finite (ess_min of earlier steps "
             "shows where the trouble began): lower learning_rate or raise "
-            "warmup_updates, and continue with --resume or, without a checkpoint, "
-            "start again in a new out_dir"
+            "warmup_updates (above the number of updates made), and continue with "
+            "--resume or, without a checkpoint, start again in a new out_dir"
         )
     optimizer.step()
     optimizer.zero_grad()

@@ -97,7 +97,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         ) from None
     # A config.json (recognized by "ranks") also has fields about the run that wrote it.
     # They are left out.
-    own = ("commits", "ranks", "out_dir") if "ranks" in fields else ()
+    own = ("commits", "ranks", "out_dir", "resume") if "ranks" in fields else ()
     return {str(name): value for name, value in fields.items() if name not in own}
 
 

@@ -92,7 +92,7 @@ class Config(SharedConfig):
     """p3o, reinforce, grpo, or module:name, such as tools.objectives:dapo"""
     objective_args: dict[str, NumberOrText] = {}
     """a hyper-parameter of the objective, name=value, where the value is a number or a
-    text; repeat the flag for each"""
+    text; repeat the flag for each; added to those that --config files give"""
     scale_advantage: bool = True
     """divide the advantage by the standard deviation of its group"""
 
@@ -181,18 +181,18 @@ class Config(SharedConfig):
             self.dtype = default_dtype("float32")
         if self.rollout_dtype == "auto":
             # vLLM does not offer fp8 together with float32.
-            is_fp8 = self.rollout_quantization != "none"
-            is_bfloat16 = is_fp8 or has_fast_bfloat16()
+            is_bfloat16 = self.rollout_quantization != "none" or has_fast_bfloat16()
             self.rollout_dtype = "bfloat16" if is_bfloat16 else default_dtype("float16")
         return self
 
 
 class EvalConfig(SharedConfig):
-    """Evaluate a model: pass@k on one or several tasks. --config FILE.yaml sets any
-    field."""
+    """Evaluate a model: pass@k on one or several tasks. --config FILE.yaml sets any of
+    the fields below; recipes are for train.py."""
 
     task: list[Folder] = ["tiny"]
-    """names, folders, files or datasets, separated by commas: gsm8k,math"""
+    """names, folders, files or datasets, separated by commas: gsm8k,math (in a YAML
+    file a list: [gsm8k, math])"""
     split: Literal["train", "heldout"] = "heldout"
     """which problems of each task"""
     samples: PositiveInt = 1

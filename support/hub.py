@@ -19,16 +19,17 @@ FAILURES = {
     ),
     r"OfflineMode|find cache for": (
         "HF_HUB_OFFLINE is set, and the cache has no usable copy (a cached CSV file is "
-        "not usable): unset the variable to download a copy, or give a folder"
+        "not usable), nor is there such a folder: unset the variable to download a "
+        "copy, or give a folder"
     ),
     r"RevisionNotFound": "it has no such revision: give a branch, a tag or a commit",
     r"GatedRepo|\b40[13]\b|(Repository|Dataset)NotFound": (
-        "there is no such repository, or it is gated or private: check the name, ask "
-        "for access on its page, and log in with `hf auth login` or HF_TOKEN"
+        "there is no such folder or repository, or it is gated or private: check the "
+        "name, ask for access on its page, and log in with `hf auth login` or HF_TOKEN"
     ),
     r"\b(429|50\d)\b|Connect|Timeout|ProtocolError|HfHubHTTP|LocalEntry|FileMetadata": (
-        "the hub does not answer as it should: try again later, or set "
-        "HF_HUB_OFFLINE=1 to use a copy that was downloaded before"
+        "the hub does not answer as it should (nor is there such a folder): try again "
+        "later, or set HF_HUB_OFFLINE=1 to use a copy that was downloaded before"
     ),
     r"no data!|StopIteration|EmptyData": "it has no rows",
     r"Unknown split|Config name": (

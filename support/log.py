@@ -153,8 +153,8 @@ class Log:
         print(line)
         if step == 1 and metrics["groups_with_signal"] == 0:
             print(
-                "step 1 learned nothing from rewards, because those within a group are "
-                f"equal: {metrics['truncated']:.0%} of the responses were cut at "
+                "In step 1 nothing was learned from rewards, because they are equal "
+                f"in each group: {metrics['truncated']:.0%} of responses were cut at "
                 f"max_response_tokens, and {metrics['unmarked']:.0%} lack a "
                 "\\boxed{} or #### that the verifier needs; see "
                 f"{self.out}/samples.jsonl"

@@ -329,14 +329,14 @@ def test_a_first_step_without_any_signal_is_explained_at_once(log, capsys):
     assert (metrics["truncated"], metrics["unmarked"]) == (0.75, 0.5)
     log.write(STEP_METRICS | metrics)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "step 1 learned nothing from rewards, because those within a group are equal: "
-        "75% of the responses were cut at max_response_tokens, and "
+        "In step 1 nothing was learned from rewards, because they are equal in "
+        "each group: 75% of responses were cut at max_response_tokens, and "
         "50% lack a \\boxed{} or #### that the verifier needs; see "
         f"{log.out}/samples.jsonl"
     )
     for other in {"step": 2}, {"groups_with_signal": 0.25}:
         log.write(STEP_METRICS | metrics | other)
-    assert "learned nothing" not in capsys.readouterr().out
+    assert "nothing was learned" not in capsys.readouterr().out
     # The verifier exact compares the whole response.
     for verifier, unmarked in {"gsm8k": 0.5, "exact": 0}.items():
         log.dataset = Dataset([], [], verifier)

@@ -111,8 +111,7 @@ def test_the_script_samples_as_its_flags_say_and_writes_counts_and_pass_at_k(
     flags = "--samples=3 --limit=20 --temperature=0.7 --top_p=0.9 --seed=4"
     flags = f"--task=tiny,{own}", "--max_response_tokens=50", *flags.split()
     result = evaluate_here(run_here, tmp_path / "out", *flags)
-    settings = json.loads((tmp_path / "out/config.json").read_text())
-    assert settings["limit"] == 20
+    assert json.loads((tmp_path / "out/config.json").read_text())["limit"] == 20
     sampling = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 50}
     counts = list(result["correct"].values())
     expected = prompts[:20], prompts[100:109]
@@ -180,8 +179,7 @@ def test_the_engine_has_the_settings_of_the_evaluation(
 
 def test_prompts_without_room_for_a_response_can_be_left_out():
     # The context is 128, and 236 of the 512 problems have at most 9 tokens.
-    cfg = EvalConfig(max_response_tokens=119, drop_long=True)
-    benchmarks = load_benchmarks(cfg)
+    benchmarks = load_benchmarks(EvalConfig(max_response_tokens=119, drop_long=True))
     assert len(benchmarks["tiny"].prompts) == 236
 
 

@@ -46,7 +46,7 @@ def test_a_weight_that_is_not_a_number_stops_the_run_in_the_next_step_or_the_las
 
 def test_groups_without_a_signal_are_counted_and_teach_nothing(train_here, capsys):
     _, *rows = train_here(*SHORT_RUN, "--steps=2", "--rollout_dtype=float32")
-    assert "step 1 learned nothing from rewards" in capsys.readouterr().out
+    assert "In step 1 nothing was learned from rewards" in capsys.readouterr().out
     for row in rows:
         assert row["reward"] == row["groups_with_signal"] == 0
         # If all advantages are 0, only the second term of (12) is left: (1 - e_B) KL.

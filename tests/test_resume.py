@@ -73,10 +73,7 @@ def test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit(
     assert (out / "model/model.safetensors").exists()
     capsys.readouterr()
     train_here(*flags, "--resume", out_dir=out)
-    assert (
-        f"{out}: continues after step 2; writes model/ after step 7\n"
-        in capsys.readouterr().out
-    )
+    assert f"{out}: continues after step 2; saves model/" in capsys.readouterr().out
     assert_same_run(out, tmp_path / "alone")
 
 
@@ -147,8 +144,7 @@ def finished(train_here, tmp_path_factory) -> Path:
 
 def test_a_run_is_evaluated_and_saved_every_so_many_steps_and_after_the_last(finished):
     rows = read_metrics(finished)
-    evaluated = [row["step"] for row in rows if "heldout_greedy" in row]
-    assert evaluated == [0, 3, 5]
+    assert [row["step"] for row in rows if "heldout_greedy" in row] == [0, 3, 5]
     # Checkpoints were written after steps 2, 4 and 5. Only the newest two remain.
     assert names(finished) == ["step-000004", "step-000005"]
 

@@ -471,8 +471,7 @@ def expected_cell(name, title, column):
     # Such as A-3PO, `dppo_tv` and mean e_B of P3O.
     objective = objectives()[re.sub("mean e_B of |[`-]", "", title).lower()]
     if name == "collapsed runs":
-        rate = float(column)
-        same = runs.select(embedded(), objective=objective, learning_rate=rate)
+        same = runs.select(embedded(), objective=objective, learning_rate=float(column))
         same = [run for cell, run in same.items() if cell.mismatch in plan.MISMATCHES]
         return collapses(same)
     if column in AVERAGES:

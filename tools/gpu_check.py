@@ -9,9 +9,9 @@ It takes the flags of train.py and makes three steps of its loop, with made-up r
 and a learning rate that is large enough to change any policy. The engine sleeps while
 the policy is updated, and the third step samples with top-p and top-k. After the steps
 the engine sleeps and wakes up many times, and a new engine loads the same weights from
-the folder of the run (--out_dir). --size replaces the model by a random one of
-Qwen2.5's architecture. If a number of the last table is outside its limits, the exit
-code is 1.
+the folder of the run (--out_dir). --model has to be a model folder or a name without a
+revision. --size replaces the model by a random one of Qwen2.5's architecture. If a
+number of the last table is outside its limits, the exit code is 1.
 
 `make gpu-check` does this with the embedded policy and with 1.5 billion parameters,
 each without quantization and with fp8. Then it makes a run with fp8 and resumes it.
@@ -37,7 +37,7 @@ from loss import group_advantage, p3o
 from policy import SYNC_LIMITS, full_weights, sync
 from rollout import Engine
 from support.checkpoints import save_model
-from support.command import Stopped, run_script
+from support.command import Refused, Stopped, run_script
 from tools.memory import (
     GB,
     RESERVE,
@@ -57,7 +57,7 @@ class CheckConfig(Config):
     """Check engine and trainer on this machine's GPUs."""
 
     size: Literal["", "1.5B"] = ""
-    """use a random model of this size instead of --model"""
+    """use a random model of this size instead of --model; only on one rank"""
 
 
 Rows = dict[str, dict[str, float]]
@@ -65,13 +65,17 @@ Checks = dict[str, tuple[float, float, float]]  # the least allowed, the value, 
 
 
 def random_model() -> str:
-    """Make a random model with tiny's tokenizer; return its folder, one per rank."""
-    rank = os.getenv("RANK", "0")
-    folder = os.path.join(tempfile.gettempdir(), f"p3o-random-{rank}")
+    """Make a random model with tiny's tokenizer; return its folder.
+
+    Raises Refused if there are several ranks, each of which would write the folder.
+    """
+    if os.getenv("WORLD_SIZE", "1") != "1":
+        raise Refused("--size works on one rank only: give a --model instead")
+    folder = os.path.join(tempfile.gettempdir(), "p3o-random")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(ARCHITECTURE)
     # Initializing the weights on a CPU would take half a minute.
-    with torch.device(f"cuda:{os.getenv('LOCAL_RANK', '0')}" if CUDA else "cpu"):
+    with torch.device("cuda" if CUDA else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained("tiny").save_pretrained(folder)
@@ -104,6 +108,7 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
     """
     if cfg.size:
         cfg.model = random_model()
+    shape = shape_of(cfg.model)  # Some models are refused here, before anything slow.
     phases: Rows = {}
     statistics: Rows = {}
     run = Run(cfg)
@@ -172,7 +177,7 @@ def check(cfg: CheckConfig) -> tuple[Rows, Rows, Checks]:
         quantization=cfg.rollout_quantization,
         dtype=cfg.rollout_dtype,
         # Enough for one sequence of the maximum length.
-        kv_cache_gb=0.25 + length * cache_bytes_per_token(shape_of(cfg.model)) / GB,
+        kv_cache_gb=0.25 + length * cache_bytes_per_token(shape) / GB,
         max_num_seqs=cfg.max_num_seqs,
     )
     synced, read = [

@@ -2,10 +2,11 @@
 
     python tools/memory.py --config recipes/gsm8k-8gpu.yaml --ranks 8
 
-It takes the flags of train.py and reads only the model's config.json; --model has to be
-a model folder or a name without a revision. A GB is 2^30 bytes, as in --kv_cache_gb,
-and an "80 GB" card offers 79 of these. The script refuses a run
-that does not fit.
+It takes the flags of train.py, but assumes that trainer and engine compute in bfloat16
+and that rollout_tp is at most the number of key heads. It reads only the model's
+config.json; --model has to be a model folder or a name without a revision. A GB is
+2^30 bytes, as in --kv_cache_gb, and an "80 GB" card offers 79 of these. The script
+refuses a run that does not fit.
 """
 
 import sys
@@ -68,12 +69,13 @@ def shape_of(model_name: str) -> Shape:
     attention = layers[0].self_attn
     in_layers = list(layers.parameters())
     total = model.num_parameters()
-    key_value = attention.k_proj.out_features
+    queries = attention.o_proj.in_features
+    key_value = queries * config.num_key_value_heads // config.num_attention_heads
     # For the backward pass, each of two RMS norms of a layer keeps a float32 input, a
     # normalized and a weighted output. Attention keeps q, k, v and its output, and the
     # MLP keeps four activations of intermediate_size.
     norms = 2 * (4 + 2 * ELEMENT) * config.hidden_size
-    wide = 2 * (attention.q_proj.out_features + key_value)
+    wide = 2 * (queries + key_value)
     wide += 4 * config.intermediate_size
     return Shape(
         total=total,
@@ -146,9 +148,10 @@ def report(cfg: MemoryConfig) -> str:
         taken = sum(parts.values()) + RESERVE
         if taken > cfg.device_gb * GB:
             raise Refused(
-                f"the {phase} needs {taken / GB:.1f} GB on each GPU, including a "
-                f"reserve of {RESERVE // GB}, and a GPU has {cfg.device_gb:.1f}: use "
-                "more ranks, or a smaller kv_cache_gb or micro_batch_tokens"
+                f"the {phase} needs {taken / GB:.1f} GB on each GPU, with a reserve of "
+                f"{RESERVE // GB}, and a GPU has {cfg.device_gb:.1f}: use more ranks; for "
+                "the update, gradient_checkpointing or fewer micro_batch_tokens; for "
+                "the rollout, a smaller kv_cache_gb or a larger rollout_tp"
             )
         lines += [f"  {name:36}{size / GB:7.2f}" for name, size in parts.items()]
         lines.append(f"{phase + ', with the reserve':38}{taken / GB:7.2f}")
