@@ -149,8 +149,8 @@ def report(cfg: MemoryConfig) -> str:
         if taken > cfg.device_gb * GB:
             raise Refused(
                 f"the {phase} needs {taken / GB:.1f} GB on each GPU, with a reserve of "
-                f"{RESERVE // GB}, and a GPU has {cfg.device_gb:.1f}: use more ranks; for "
-                "the update, gradient_checkpointing or fewer micro_batch_tokens; for "
+                f"{RESERVE // GB}, and a GPU has {cfg.device_gb:.1f}: use more ranks; "
+                "for the update, gradient_checkpointing or fewer micro_batch_tokens; for "
                 "the rollout, a smaller kv_cache_gb or a larger rollout_tp"
             )
         lines += [f"  {name:36}{size / GB:7.2f}" for name, size in parts.items()]
