@@ -24,7 +24,7 @@ SIGNS = r"""
 ⅗ \frac{3}{5} ⅘ \frac{4}{5} ⅙ \frac{1}{6} ⅚ \frac{5}{6} ⅛ \frac{1}{8} ⅜ \frac{3}{8}
 ⅝ \frac{5}{8} ⅞ \frac{7}{8} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~ ⁄ / ∕ / ％ % ₹ ~ “ ~ ” ~ 。 .
 ✅ ~ ′ ' ‐ - ‑ - ⩽ \le~ ⩾ \ge~ ₀ _{0} ₁ _{1} ₂ _{2} ₃ _{3} ₄ _{4} ₅ _{5} ₆ _{6}
-₇ _{7} ₈ _{8} ₉ _{9} ⟨ ( ⟩ )
+₇ _{7} ₈ _{8} ₉ _{9} ⟨ ( ⟩ ) 或 ,~ 和 ,~ ∨ ,~
 ∶ : ： : 、 ,~ ； ; ｛ \{ ｝ \} ［ [ ］ ] ∜ \sqrt[4]~ ∙ \cdot~ • \cdot~ ∗ *
 ⌊ \lfloor~ ⌋ \rfloor~ ⌈ \lceil~ ⌉ \rceil~ ≈ \approx~
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
@@ -44,6 +44,7 @@ SIGNS = r"""
 #   STYLE      commands that set their argument as words
 #   FUNCTION   functions. "min" and "sec" are units if nothing follows them
 #   LIST       two or more words with commas, "and" or "or" between them
+#   ITEM       a word of a LIST
 #   LEAD       a word before a WORD, but not one of a list such as "I and III only"
 #   WORD       a word. Four letters after a digit are a product, as in 2abcd
 #   LABEL      words that end with a colon
@@ -60,6 +61,7 @@ SIGNS = r"""
 #   CONDITION  a restriction of that range. A restricted range may not be left out.
 #              Ranges from 0 or 1 on, and ranges without 0, do not count as restricted
 #   AND        words between the items of a list, but not "and" between inequalities
+#   SEVERAL    several equations that are not a chain, as in x=5 \lor x=6
 #   SHORT      units that may follow a number directly
 #   FROM, TO   where an item of a list begins and ends
 NAMES = r"""
@@ -75,7 +77,8 @@ STYLE = text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|
     boldsymbol|underline|operatorname
 FUNCTION = sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|
     (?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))
-LIST = [\w'-]+(?:(?:,~*|~(?=and~|or~))(?:(?:and|or)~)?[\w'-]+)+
+LIST = ITEM(?:(?:,~*(?:(?:and|or)~)?|~(?:and|or)~)ITEM)+
+ITEM = (?!(?:and|or)~)[\w'-]++
 LEAD = (?:(?!(?:and|or)~[A-Z]|[IVX]+~)[a-zA-Z]{2,}~)
 WORD = (?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}
 LABEL = \\text\{(?![^}]*\b(?i:NONE|no|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)
@@ -102,8 +105,9 @@ CONDITION = [^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|
     \\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|
     [^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)
 AND = or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))
+SEVERAL = .*(?:implies|arrow|\\to\b|equiv|\\(?:neq?|lor|vee)\b)|(\w)=.*\W\1=
 SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mWJN]|USD|km/hr?|m/s|sq~ft|
-    per~day|[kMG]?Hz|kPa
+    per~day|[kMG]?Hz|[kM]?Pa|kWh|mol|rad|rpm|N/m|ft/s|sq~in
 FROM = (?:^|(?<=,)|(?<=,~))
 TO = (?=~*(?:,|$))
 """
@@ -116,6 +120,8 @@ REWRITES = r"""
 [\u200b\u2060\ufeff]|\x1b\[\d*m ->
 # 9*2=<<9*2=18>>18, as in GSM8K's solutions
 <<[^<>]*>> ->
+# \begin{cases}x=1\\y=2\end{cases}
+^\\begin\{cases\}\s*(\w\s*=[^&,]*?),?\s*\\\\\s*(\w\s*=[^&,]*?)\\end\{cases\}$ -> \1,\2
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
 # 1{,}234, 10,\!000, 1\,234, 1 234, 1'234
@@ -125,8 +131,8 @@ REWRITES = r"""
 # 15\,\text{cm}, x=3,\; x=5
 (?<!\\)\\[,;:!> ]|\\(?:q?quad|thinspace|enspace)(?![a-z])|\s -> ~
 # x**2, (x+1) ** 2 and 2**n are powers; **18** is bold
-(?<=[\w)}])(~?)\*\*\1(-?\d+)(?!\d|\*\*) -> ^{\2}
-(?<=[\w)}])(~?)\*\*\1(?=[a-z(]) -> ^
+(?<=[\w)}])(~?)\*\*\1(-?\d*\.?\d+)(?!\.?\d|\*\*) -> ^{\2}
+(?<=[\w)}])(~?)\*\*\1(?=-?(?:[a-zA-Z(]|\\(?:pi|frac|sqrt)\b)) -> ^
 # \$18, \euro18, \[18\], \(18\), **18**
 \\?\$|\\(?:euro|pounds|cent|mathdollar)(?![a-z])|\\[]()[]|\*\* -> ~
 # \langle 1,2\rangle, <1,2>
@@ -228,8 +234,8 @@ REWRITES = r"""
 (?<=[a-zA-Z\d)}!\]|])~*(?>(?:\\cdot|[(/])?~*UNIT~*)+(?=,|$) ->
 # 15cm, 12\pi cm^2
 (?:(?<=\d)|(?<=\\pi))~*(?:SHORT)(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
-# 5 N, 18\,m; but 5N and 18m are products
-(?<=\d)~[mgshLlAVWJNCK](?=,|$) ->
+# 5 N, 18\,m, 24 m^2; but 5N, 18m and \pi r^2 h are products
+FROM(-?[\d.]+)~(?:[gshLlAVWJNC]|m(?:\^(?:\{\d\}|\d))?)(?=,|$)(?![^(]*\)) -> \1
                                                                     Names
 # x_{\text{max}}, x_\text{max}, m_{\max}, L_\odot, x_1
 _~*(\{)?~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+))~*(?(1)\}) -> _{\2\3}
@@ -269,6 +275,8 @@ FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
                                                                     Arguments
 # 2 3/4, x = 2 11/12
 (?<![^=,~])(-?\d+)~(\d(?=/)|\d\d(?=/\d\d))/(\d+)(?=[~,]|$) -> \1\\frac{\2}{\3}
+# 1/2 x, which is x/2
+(?<![\w.)}/^{])(\d+)/(\d+)~(?=[a-z](?![a-z])) -> \\frac{\1}{\2}
 # -3./2, np.arcsin(10/13)
 \bnp\.|(?<=\d)\.(?=[/*+}]) ->
 # 2 x 10^3, √53, \pi(2)
@@ -305,6 +313,7 @@ FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
                                                                     The whole
 # x + 1 is x+1; but 1 2 is not 12, and 32, 349 is not 32,349
 ~~+ -> ~
+(\\[a-zA-Z]+)~(?![a-zA-Z]) -> \1
 (?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->
 # 0,100 is a list; but 1,000\pi is a number
 (?<![\d,.])0,(?=\d{3}(?!\d)) -> 0,~
@@ -314,7 +323,7 @@ FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
 # \{x | x > 2\}, \{x\in\mathbb{R} : x > 2\}, x = 1, 2, k = 1,234, x = 1+2 = 3
 \\\{~*[a-z]~*(?:\\in~*\\mathbb\{R\})?(?:\||:|\\mid)([^{}]*(?:GROUP)?[^{}]*)\\\}$ -> \1
 ^[a-zA-Z]~*=(?=[^=]*(?:,|\\pm)[^=]*$) ->
-^(?!.*(?:implies|arrow|\\to\b|equiv|\\neq?\b))(PART=)(?!\d*[a-zA-Z]=)(?:PART=)+ -> \1
+^(?!SEVERAL)(PART=)(?!\d*[a-zA-Z]=)(?:PART=)+ -> \2
 # +5, \approx 5, 5\text{ cm},
 ^\+|^\\approx~*|[~.,;:\\]+$ ->
 """

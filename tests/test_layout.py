@@ -61,8 +61,7 @@ def test_code_numbers_equations_as_the_paper_does():
     paper = {"3", "4", "7", "8", "11", "12", "13"}
     for script in SCRIPTS:
         text = (ROOT / f"{script}.py").read_text()
-        found = set(re.findall(r"(?:^|[\s#,;])\((\d{1,2})\)", text))
-        assert found <= paper, script
+        assert set(re.findall(r"(?:^|[\s#,;])\((\d{1,2})\)", text)) <= paper, script
 
 
 def test_an_environment_that_was_made_for_another_machine_is_refused(tmp_path):

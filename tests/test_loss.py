@@ -83,8 +83,7 @@ def test_e_b_by_hand(loss, padding):
     # rho = 1 and 3 give (4/2)^2 / (10/2) = 0.8. If padding with log rho = 0 counted,
     # it would be (6/4)^2 / (12/4) = 0.75.
     log_ratio = torch.tensor([[0.0, LOG3, padding, padding]], requires_grad=True)
-    mask = torch.tensor([[True, True, False, False]])
-    sums = loss.ratio_sums(log_ratio, mask)
+    sums = loss.ratio_sums(log_ratio, torch.tensor([[True, True, False, False]]))
     assert_close(sums, [2, 4, 10])
     ess = loss.effective_sample_size(sums)
     assert sums.dtype == ess.dtype == F64

@@ -159,8 +159,14 @@ k\pi == k\pi, k \in \mathbb{Z}
 1,2,3,4,5,6,7 == 1kg,2ml,3ft,4in,5lbs,6oz,7hr
 1,2,3,4,5 == 1kW,2USD,3cm^2,4cm^{2},5mph
 1,2,3,4 == 1kJ,2 Hz,3 kHz,4kPa
-5 N,18 == 5\text{ N},18\,m == 5,18
+5 N,18,24,2 == 5\text{ N},18\,m,24 m^2,2 MPa == 5,18,24,2
+\pi r^2 h == V = \pi r^2\,h
+x=1,y=2 == \begin{cases} x = 1, \\ y = 2 \end{cases}
+5,6 == 5或6 == x=5 或 x=6
+\frac{1}{2}x == 1/2 x
+\pm1\pm2i == \pm 1 \pm 2i
 x^2+2^n == x**2+2**n
+\sqrt{2}+2^N+x^{-y} == 2**0.5+2**N+x**-y
 (x+1)^2 == (x+1) ** 2
 x^{-2} == x**-2 == x**(-2)
 8 == 2**3 == **8**
@@ -389,6 +395,12 @@ f(x)=x\text{ for all }x>0 != f(x)=x\text{ for all }x<0
 n\text{ is prime} != n\text{ is composite}
 2\text{ (max)} != 2\text{ (min)}
 5N != 5 N
+\pi r^2 h != \pi r^2 != \pi r^2 g
+m_1 g != m_1
+-1 != 1-2 m
+\log_2 N != \log_2 A
+6 != x=5 \lor x=6 != x=5\vee x=6 != x=5 或 x=6
+2 != 2**N
 2x != x**2
 2x+2 != (x+1)**2 != 2**(x+1)
 I != I and III only
@@ -486,6 +498,7 @@ GSM8K = r"""
 18 == #### x = 9 \times 2 = 18 == \boxed{\frac{36}{2} = \$18}
 18 == \boxed{\{18\}} == #### **$18.00** == #### (18) miles per hour, == #### +18
 84 != #### 84.00000000001 != \boxed{168/2} != #### 84+1 != #### >= 84 != #### 8(4)
+84 != #### 2x = 84 != \boxed{\frac{x}{2} = 84} != #### X + 1 = 84 != #### A = 5; B = 84
 84 != #### Case 1: x = 84 != \boxed{x=2\text{ or maybe }x=84} != #### x=2, x=84
 3600 != #### 3,6,00
 9007199254740993 != #### 9007199254740992
@@ -715,6 +728,7 @@ HOSTILE_RESPONSES = [
     "\\boxed{5\0}\0\0",
     "\\boxed{\ud800}",
     r"\boxed{__import__('os').system('touch pwned')}",
+    "\\boxed{\\text{a " + "or " * 90 + "!}}",
     "\\boxed{5}\n[true]\n\\boxed{6}",
 ]
 # Right answers that take sympy longer than others do.

@@ -85,8 +85,7 @@ def test_in_float32_an_engine_that_is_one_update_behind_is_refused(
     with pytest.raises(Stopped, match="samples .for these dtypes the limit is 0.0001"):
         check_sync(engine, trained, prompts)
     # With a trainer in bfloat16, rounding exceeds that limit, 1e-4.
-    half = build_policy("tiny", group, "bfloat16")
-    assert check_sync(engine, half, prompts) > 1e-4
+    assert check_sync(engine, build_policy("tiny", group, "bfloat16"), prompts) > 1e-4
 
 
 def test_one_unlikely_token_of_a_short_answer_stops_no_run(
