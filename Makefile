@@ -46,7 +46,7 @@ compare: $(VENV)/installed
 	$(BIN)/python tools/compare.py
 
 reproduce: $(VENV)/installed
-	@echo Runs that runs/reproduce has are not made again: delete it after a change of the code.
+	@echo Runs already in runs/reproduce are not repeated: delete this folder after changing the code.
 	$(BIN)/python study/plan.py --part quick --folder runs/reproduce --workers 2
 	$(BIN)/python study/report.py runs/reproduce
 
@@ -86,7 +86,7 @@ $(VENV)/installed: $(REQUIREMENTS)
 	for Linux on x86-64 or ARM and for Python 3.11 to 3.13; to choose another Python, \
 	give PYTHON=python3.12 to make"; exit 1; }
 	@test "$$(uname -m)" = x86_64 || echo "p3o: this is untested on ARM; the grader of \
-	assignment/ does not work there, because it knows only the system calls of x86-64"
+	assignment/ needs --trust there, because its enclosure knows only x86-64"
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(BIN)/pip install -q torch==2.13.0+cpu || { $(BIN)/pip install -q uv && \

@@ -380,9 +380,9 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16
-        updates, collapse depends on the learning rate: of nine runs (three per
-        objective), one (REINFORCE) collapses at 1e-4, and all collapse at 4e-4. At
-        2e-4, a
+        updates, collapse depends on the learning rate: at
+        1e-4, one (REINFORCE) of nine runs (three per objective) collapses; at 4e-4,
+        all nine do. At 2e-4, a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed in two of three runs."""
     assert says(FRONT, sentences)
@@ -409,11 +409,14 @@ def test_the_front_page_compares_p3o_with_grpo_and_with_a_constant():
         {-greedy["lag 16"]:.3f}."""
     assert says(FRONT, sentences)
     found = {name: lead(CONSTANT, name) for name in FRONT_ROWS}
-    worst, _ = max(found.values())
-    sentence = f"""With three seeds, its lead in sampled accuracy is
+    assert max(found.values()) == found["T = 1.6"]
+    assert says(
+        FRONT,
+        f"""With three seeds, its lead in sampled accuracy is
         {-found["lag 16"][0]:.2f} on old data, {found["16 updates"][0]:.2f} ±
-        {found["16 updates"][1]:.2f} with 16 updates, and at worst {-worst:.2f}."""
-    assert says(FRONT, sentence)
+        {found["16 updates"][1]:.2f} with 16 updates, and
+        {-found["T = 1.6"][0]:.2f} at temperature 1.6.""",
+    )
 
 
 def test_the_front_page_has_the_scores_with_smollm2():

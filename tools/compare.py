@@ -33,9 +33,9 @@ def main() -> None:
     path = folder / "compare.jsonl"
     cells = embedded_cells(["lag 16"], OBJECTIVES, [0])
     print(
-        f"{len(cells)} runs of two to three minutes on one core; those that {path}\n"
-        "has are not made again, so delete it after a change of the code. Each prints\n"
-        "its name, its sampled accuracy every ten steps, and its seconds.",
+        f"{len(cells)} runs of two to three minutes on one core; runs already in\n"
+        f"{path} are not repeated: delete it after changing the code. Each run\n"
+        "prints its name, its sampled accuracy every ten steps, and its seconds.",
         flush=True,
     )
     workers = min(len(cells), len(os.sched_getaffinity(0)))
