@@ -36,7 +36,8 @@ def same_words(responses: list[str], golds: list[str]) -> list[bool]:
 def same_numbers(responses: list[str], golds: list[str]) -> list[bool]:
     """Return, for each response, whether its final answer is the gold number."""
     # What may stand around a number, as in x = 18, 9*2 = 18, \{18\} and [18].
-    around = r"""(?x)^(?:[a-zA-Z\\{}_ ]*=)?(?:(?:[^a-zA-Z;,:<>!]|\\[a-z]+)*=)?
+    around = r"""(?x)^(?:[a-zA-Z\\{}_ ]*=)?
+        (?:(?:[-+*/.(){}^%\d ]|,(?=\d{3})|\\(?:times|cdot|div|frac|sqrt)(?![a-z]))*=)*
         [][(){}\\#]* | [][(){}\\]+$"""
     answers = [latex_of(final_answer(without_thoughts(text))) for text in responses]
     numbers = [number_of(re.sub(around, "", answer)) for answer in answers]

@@ -19,8 +19,8 @@ CHARACTER = r"[\w:|｜▁/-]"
 NAME = (
     rf"{CHARACTER}{{0,30}}(?:think|thought|reason|analy[sz]|scratch|reflect|rationale|"
     r"monolog|deliberat|brainstorm|internal|draft|contemplat|working_?out|思考|推理|"
-    rf"inner_voice|(?<![a-z])(?:cot(?!\s)|plan(?:ning)?)(?![a-z])){CHARACTER}{{0,30}}"
-    r"(?:\s[^<>]{0,99})?[>▷]"
+    r"inner_voice|(?<![a-z])(?:cot(?!\s[^<>=]{1,99}[<>])|plan(?:ning)?)(?![a-z]))"
+    rf"{CHARACTER}{{0,30}}(?:\s[^<>]{{0,99}})?[>▷]"
 )
 THOUGHT_TAG = re.compile(
     rf"""(?ix)

@@ -24,7 +24,7 @@ SIGNS = r"""
 ⅗ \frac{3}{5} ⅘ \frac{4}{5} ⅙ \frac{1}{6} ⅚ \frac{5}{6} ⅛ \frac{1}{8} ⅜ \frac{3}{8}
 ⅝ \frac{5}{8} ⅞ \frac{7}{8} … \ldots~ € ~ £ ~ ¥ ~ ¢ ~ ✓ ~ ⁄ / ∕ / ％ % ₹ ~ “ ~ ” ~ 。 .
 ✅ ~ ′ ' ‐ - ‑ - ⩽ \le~ ⩾ \ge~ ₀ _{0} ₁ _{1} ₂ _{2} ₃ _{3} ₄ _{4} ₅ _{5} ₆ _{6}
-₇ _{7} ₈ _{8} ₉ _{9} ⟨ ( ⟩ ) 或 ,~ 和 ,~ ∨ ,~
+₇ _{7} ₈ _{8} ₉ _{9} ⟨ ( ⟩ ) 或 ,~ 和 ,~ ∨ \lor~
 ∶ : ： : 、 ,~ ； ; ｛ \{ ｝ \} ［ [ ］ ] ∜ \sqrt[4]~ ∙ \cdot~ • \cdot~ ∗ *
 ⌊ \lfloor~ ⌋ \rfloor~ ⌈ \lceil~ ⌉ \rceil~ ≈ \approx~
 ０ 0 １ 1 ２ 2 ３ 3 ４ 4 ５ 5 ６ 6 ７ 7 ８ 8 ９ 9 ． . ， , － - ＝ = （ ( ） )
@@ -61,7 +61,8 @@ SIGNS = r"""
 #   CONDITION  a restriction of that range. A restricted range may not be left out.
 #              Ranges from 0 or 1 on, and ranges without 0, do not count as restricted
 #   AND        words between the items of a list, but not "and" between inequalities
-#   SEVERAL    several equations that are not a chain, as in x=5 \lor x=6
+#   SEVERAL    several equations that are not a chain, as in x=5|x=6
+#   LOR        the sign for "or"
 #   SHORT      units that may follow a number directly
 #   FROM, TO   where an item of a list begins and ends
 NAMES = r"""
@@ -105,7 +106,8 @@ CONDITION = [^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|
     \\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|
     [^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)
 AND = or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))
-SEVERAL = .*(?:implies|arrow|\\to\b|equiv|\\(?:neq?|lor|vee)\b)|(\w)=.*\W\1=
+SEVERAL = .*(?:implies|arrow|\\to\b|equiv|\\neq?\b)|(\w)=.*\W\1=
+LOR = \\(?:lor|vee)(?![a-z])
 SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mWJN]|USD|km/hr?|m/s|sq~ft|
     per~day|[kMG]?Hz|[kM]?Pa|kWh|mol|rad|rpm|N/m|ft/s|sq~in
 FROM = (?:^|(?<=,)|(?<=,~))
@@ -178,8 +180,8 @@ REWRITES = r"""
 (?<=\d)\\?%(?=-) ->
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
-# 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is not a list
-,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
+# 5\text{ or }6, 2 and 3, 2 \& 3, x=5 \lor x=6; but x>1 and x<3 is not a list
+,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&|LOR)~* -> ,~
 # _4C_2, {}^4C_2, C(4,2), C_4^2, C^2_4; {}_4P_2, P(4,2), P_4^2, A_4^2
 (?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*([CP])_\{?(\d+)\}? -> \2(\1,\3)
 ^C\^\{?(\d+)\}?_\{?(?!1\b)(\d+)\}?$ -> C(\2,\1)
@@ -235,7 +237,7 @@ REWRITES = r"""
 # 15cm, 12\pi cm^2
 (?:(?<=\d)|(?<=\\pi))~*(?:SHORT)(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
 # 5 N, 18\,m, 24 m^2; but 5N, 18m and \pi r^2 h are products
-FROM(-?[\d.]+)~(?:[gshLlAVWJNC]|m(?:\^(?:\{\d\}|\d))?)(?=,|$)(?![^(]*\)) -> \1
+FROM(-?[\d.]+)~(?:[gshLlVWJN]|m(?:\^(?:\{\d\}|\d))?)(?=,|$)(?![^(]*\)) -> \1
                                                                     Names
 # x_{\text{max}}, x_\text{max}, m_{\max}, L_\odot, x_1
 _~*(\{)?~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+))~*(?(1)\}) -> _{\2\3}

@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Texts of the handout, the starter, the reference and the known mistakes, each with its
-# replacement. @ is the power.
+# Texts of loss.py, the handout, the starter, the reference and the known mistakes, each
+# with its replacement. @ is the power.
 CHANGES = {
     "in (11)": {
         "mean_B[rho]^2 / mean_B[rho^2]": "(mean_B[rho]^2 / mean_B[rho^2])^@",

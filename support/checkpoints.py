@@ -150,7 +150,7 @@ def make_out_dir(cfg: Config) -> Path:
         )
         if done := max(checkpoints(out), default=0):
             append_row(out / "resumes.jsonl", {"step": done, **config_of(cfg)})
-            print(f"{out}: continues after step {done}; saves model/ at {cfg.steps}")
+            print(f"{out}: continues after step {done}/{cfg.steps}, then saves model/")
         print(
             "e_B is 1 if the policy itself sampled the batch, and falls as policy and "
             "sampler drift apart; KL is in nats per token; tokens is the mean length "

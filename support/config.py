@@ -92,7 +92,7 @@ class Config(SharedConfig):
     """p3o, reinforce, grpo, or module:name, such as tools.objectives:dapo"""
     objective_args: dict[str, NumberOrText] = {}
     """a hyper-parameter of the objective, name=value, where the value is a number or a
-    text; repeat the flag for each; added to those that --config files give"""
+    text; repeat the flag for each; added to those of the last --config that has any"""
     scale_advantage: bool = True
     """divide the advantage by the standard deviation of its group"""
 

@@ -562,7 +562,7 @@ def load_split(
         own=rf"(?s).*?(?={turn_end}|\Z)"
         if tokenizer.chat_template
         # up to the next problem's instruction or solution, if there is an answer before
-        else rf"(?s).*?(?:\\boxed|####).*?(?={BASE_PROMPT_END}|"
+        else rf"(?s).*?(?:\\boxed(?!\{{\}})|####).*?(?={BASE_PROMPT_END}|"
         rf"\n\s{{0,9}}{re.escape(task.instruction or BASE_PROMPT_END)}|\Z)|.*",
     )
 

@@ -51,8 +51,7 @@ def make_batch(
     logp = behavior + spread * torch.randn(mask.shape, **options)
     advantage = torch.randn(8, 1, **options)
     advantage[2] = 0
-    kl = torch.rand(mask.shape, **options)
-    tensors = [logp, behavior, advantage, kl]
+    tensors = [logp, behavior, advantage, torch.rand(mask.shape, **options)]
     return Batch(*((tensor * mask).to(dtype) for tensor in tensors), mask)
 
 

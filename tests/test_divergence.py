@@ -99,6 +99,5 @@ def test_the_kl_to_a_hotter_copy_of_the_policy_is_an_entropy_bonus(temperature):
     logp = logits.log_softmax(dim=0)
     kl = kl_divergence(logp, (logits.detach() / temperature).log_softmax(dim=0))
     entropy = -(logp.exp() * logp).sum()
-    both = kl + (1 - 1 / temperature) * entropy
-    (gradient,) = torch.autograd.grad(both, logits)
+    (gradient,) = torch.autograd.grad(kl + (1 - 1 / temperature) * entropy, logits)
     assert gradient.abs().max() < 1e-12

@@ -28,8 +28,7 @@ from rollout import Engine, noise_seed
 def test_pass_at_k_is_the_share_of_the_draws_of_k_samples_with_a_right_one(n, c, k):
     # Of 8 samples with 2 right ones C(6, 4) / C(8, 4) = 15/70 of the draws of 4 have
     # none. With replacement it would be (1 - 2/8)^4 = 0.316, which is biased.
-    samples = [True] * c + [False] * (n - c)
-    draws = list(itertools.combinations(samples, k))
+    draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
     with_a_right_one = sum(any(draw) for draw in draws)
     assert pass_at_k(n, c, k) == pytest.approx(with_a_right_one / len(draws), abs=1e-12)
 

@@ -101,8 +101,7 @@ def test_a_step_samples_its_own_problems_with_the_settings_of_the_run(
     batch_of(engine, tiny, 2, max_response_tokens=5, seed=3, **settings)
     [call] = asked
     # Step 2 has the groups 4 to 7 of the run.
-    problems = len(tiny.train.prompts)
-    indices = problem_indices(3, problems, range(4, 8))
+    indices = problem_indices(3, len(tiny.train.prompts), range(4, 8))
     assert call.pop("prompts") == [tiny.train.prompts[index] for index in indices]
     assert len(call.pop("seeds")) == 4
     assert call == {"n": 4, "max_tokens": 5, **settings}

@@ -73,7 +73,7 @@ def test_one_command_with_resume_repeats_the_run_left_alone_bit_for_bit(
     assert (out / "model/model.safetensors").exists()
     capsys.readouterr()
     train_here(*flags, "--resume", out_dir=out)
-    assert f"{out}: continues after step 2; saves model/" in capsys.readouterr().out
+    assert f"{out}: continues after step 2/7, then saves" in capsys.readouterr().out
     assert_same_run(out, tmp_path / "alone")
 
 

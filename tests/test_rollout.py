@@ -22,6 +22,7 @@ from policy import Policy, build_policy, full_weights
 from rollout import Engine, Rollouts, noise_seed
 from support.command import Refused, Stopped
 from support.models import TRAINABLE, check_model
+from tools.memory import shape_of
 from train import Config, kl_at_positions
 
 TOLERANCE = 1e-4  # nats
@@ -129,8 +130,7 @@ def test_with_all_tokens_listed_the_kl_and_its_gradient_are_those_of_the_full_lo
     assert expected.mean() > 0.01
     assert (kl - expected).abs().max() < 1e-5
     expected_gradient = gradient_vector(expected.mean(), pi_theta)
-    gradient = gradient_vector(kl.mean(), moved)
-    assert relative_error(gradient, expected_gradient) < 1e-4
+    assert relative_error(gradient_vector(kl.mean(), moved), expected_gradient) < 1e-4
     if outside.any():
         # Over the whole vocabulary the KL would be infinite.
         whole = kl_divergence(top_logp, rollouts.top_logp_behavior)[rollouts.mask]
@@ -157,6 +157,7 @@ def test_policy_engine_and_transformers_agree_on_every_type_before_and_after_an_
     policy = build_policy(folder, group)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.base_model.do_not_compile = True
+    assert shape_of(folder).total == model.num_parameters()  # for tools/memory.py
     engine = build_engine(folder, load_format="dummy", top_logprobs=3)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
     for version in "0", "1":
@@ -189,8 +190,7 @@ def test_no_dropout_of_a_models_config_acts(
 ):
     rollouts = sample(engine, prompts[:4])
     # Nor does the form matter in which its output is to be returned.
-    fields = {name: 0.5, "return_dict": False}
-    build_model(model_type, fields, str(tmp_path))
+    build_model(model_type, {name: 0.5, "return_dict": False}, str(tmp_path))
     policy = build_policy(str(tmp_path), group)
     assert torch.equal(policy(rollouts)[0], policy(rollouts)[0])
 

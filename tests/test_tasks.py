@@ -274,7 +274,7 @@ def from_hub(tmp_path_factory) -> Callable[..., tuple[dict, dict]]:
 
 UNREADABLE_NAMES = {
     "owner/plain@nope": "it has no such revision: give a branch, a tag or a commit",
-    "owner/none": "there is no such folder or repository, .*log in with `hf auth",
+    "owner/none": "there is no such folder or repository.*`hf auth login` or HF_TOKEN",
     "owner/gated": ".*or it is gated or private: .*'owner/gated' is a gated dataset",
     "owner/mixed": r'its answer has the type Json.* mix .* changes .*\("025" to 25',
     "owner/label": (
@@ -286,7 +286,7 @@ UNREADABLE_NAMES = {
     "owner/torn": "a file is damaged, .* HF_DATASETS_CACHE, .*JSON parse error: Mis",
     "owner/other": "only the splits train and .*.Unknown split .train",
     "owner/model@nope": "it has no such revision: give a branch, a tag or a commit",
-    "owner/no_model": "there is no such folder or repository, .*log in with `hf",
+    "owner/no_model": "there is no such folder or repo.*`hf auth login` or HF_TOKEN",
     "owner/gated_model": ".*or it is gated or private: ",
     "owner/large": "the cache cannot be written: .*HF_HOME.*Errno 27. File too large",
 }
@@ -836,7 +836,7 @@ def test_a_turn_that_the_template_ends_by_text_alone_is_graded_to_its_end(load):
     responses = [
         "#### 46\n\n4+5\n\nSolution: #### 9",
         "\\boxed{46}\n\nUse \\boxed{}.\n\n4+5\n\nSolution: \\boxed{9}",
-        "6*8\n\nSolution: \\boxed{46}",
+        "Use \\boxed{}.\n\n6*8\n\nSolution: \\boxed{46}",
     ]
     assert compute_rewards(dataset, [0], responses) == [1.0, 1.0, 1.0]
 

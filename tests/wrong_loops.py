@@ -27,8 +27,7 @@ def make(mistake: Mistake, patch: pytest.MonkeyPatch) -> None:
 
     The code is replaced in place, so that all importers of the function see it.
     """
-    function = pkgutil.resolve_name(mistake.where)
-    patch.setattr(function, "__code__", code_with(mistake))
+    patch.setattr(pkgutil.resolve_name(mistake.where), "__code__", code_with(mistake))
 
 
 MISTAKES = parse(r"""

@@ -14,8 +14,8 @@ on both models. TRL needs an environment of its own:
     .venv-trl/bin/pip uninstall -y torchvision torchaudio torchcodec
 
 --earlier compares with another commit of this repository (`git worktree add` makes its
-folder). In each round all programs run in turn, and the table's ratio of two of them is
-the median of this ratio over the rounds. Other programs on the machine change such a
+folder). Each round runs all programs, starting with a different one, and the table has
+the median of each ratio over the rounds. Other programs on the machine change such a
 ratio less than they change seconds. --out is a JSON file with the numbers of all
 rounds; a .md file beside it has the table. To measure a CPU with AVX-512 as if it had
 only AVX2, put ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 before the command.

@@ -151,7 +151,7 @@ def report(cfg: MemoryConfig) -> str:
                 f"the {phase} needs {taken / GB:.1f} GB on each GPU, with a reserve of "
                 f"{RESERVE // GB}, and a GPU has {cfg.device_gb:.1f}: use more ranks; "
                 "for the update, gradient_checkpointing or fewer micro_batch_tokens; "
-                "for the rollout, a smaller kv_cache_gb or a larger rollout_tp"
+                "for the rollout (in fp8 for both), less kv_cache_gb or more rollout_tp"
             )
         lines += [f"  {name:36}{size / GB:7.2f}" for name, size in parts.items()]
         lines.append(f"{phase + ', with the reserve':38}{taken / GB:7.2f}")
