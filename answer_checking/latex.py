@@ -44,6 +44,7 @@ SIGNS = r"""
 #   STYLE      commands that set their argument as words
 #   FUNCTION   functions. "min" and "sec" are units if nothing follows them
 #   LIST       two or more words with commas, "and" or "or" between them
+#   ORDERED    a list whose order may matter: it is of true and false, or repeats a word
 #   ITEM       a word of a LIST
 #   LEAD       a word before a WORD, but not one of a list such as "I and III only"
 #   WORD       a word. Four letters after a digit are a product, as in 2abcd
@@ -79,6 +80,7 @@ STYLE = text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|
 FUNCTION = sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|
     (?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))
 LIST = ITEM(?:(?:,~*(?:(?:and|or)~)?|~(?:and|or)~)ITEM)+
+ORDERED = (?i:true|false|yes|no|[tf])\b|.*\b(?!(?:and|or)\b)(\w+)\b.*\W\1\b
 ITEM = (?!(?:and|or)~)[\w'-]++
 LEAD = (?:(?!(?:and|or)~[A-Z]|[IVX]+~)[a-zA-Z]{2,}~)
 WORD = (?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}
@@ -106,10 +108,11 @@ CONDITION = [^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|
     \\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|
     [^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)
 AND = or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))
-SEVERAL = .*(?:implies|arrow|\\to\b|equiv|\\neq?\b)|(\w)=.*\W\1=
+SEVERAL = .*(?:implies|arrow|\\to\b|equiv|\\neq?\b)|\\?(\w+)=.*[^\w{(]\1=|
+    .*=[^=]*\\(?:land|wedge|cup|mid)\b[^=]*=|[^=]*=.*[^\x00-\x7f].*=
 LOR = \\(?:lor|vee)(?![a-z])
-SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mWJN]|USD|km/hr?|m/s|sq~ft|
-    per~day|[kMG]?Hz|[kM]?Pa|kWh|mol|rad|rpm|N/m|ft/s|sq~in
+SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mWJ]|USD|km/hr?|m/s|sq~ft|
+    per~day|[kMG]?Hz|[kM]Pa|kWh|mol|rad|rpm|ft/s|sq~in
 FROM = (?:^|(?<=,)|(?<=,~))
 TO = (?=~*(?:,|$))
 """
@@ -133,6 +136,7 @@ REWRITES = r"""
 # 15\,\text{cm}, x=3,\; x=5
 (?<!\\)\\[,;:!> ]|\\(?:q?quad|thinspace|enspace)(?![a-z])|\s -> ~
 # x**2, (x+1) ** 2 and 2**n are powers; **18** is bold
+^\*\*([^*]*)\*\*(?=[a-zA-Z]) -> \1~
 (?<=[\w)}])(~?)\*\*\1(-?\d*\.?\d+)(?!\.?\d|\*\*) -> ^{\2}
 (?<=[\w)}])(~?)\*\*\1(?=-?(?:[a-zA-Z(]|\\(?:pi|frac|sqrt)\b)) -> ^
 # \$18, \euro18, \[18\], \(18\), **18**
@@ -168,10 +172,11 @@ REWRITES = r"""
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
 # \text{Paris, France}, \text{A and C}, \text{I and III only}
-^\\text\{~*(LIST)(?:~only)?[~.]*\}$ -> \1
+^((?:\\text\{)?~*(?=LIST(?:~only)?[~.]*\}?$).*?),?~(?:and|or)~ -> \1,~
+^\\text\{~*(?!ORDERED)(LIST)(?:~only)?[~.]*\}$ -> \2
 ^\\text\{~*([\w'-]+)~only[~.]*\}$ -> \\text{\1}
 # Sunday, 18 dollars, 64 square feet; I and III only
-(?<![\\a-zA-Z])(LEAD*WORD(?:[~'-][a-zA-Z]+)*)(?![^{}]*\}) -> \\text{\1}
+(?<![\\a-zA-Z])(?![^{}]*\})(LEAD*WORD(?:[~'-][a-zA-Z]+)*) -> \\text{\1}
 # \text{an ellipse}
 ^\\text\{~*(?:an?|the)~+(?=[a-z]{3}) -> \\text{
 # {15\text{ cm}^2}
@@ -237,7 +242,7 @@ REWRITES = r"""
 # 15cm, 12\pi cm^2
 (?:(?<=\d)|(?<=\\pi))~*(?:SHORT)(?:~*\^(?:\{\d\}|\d))?(?=,|$) ->
 # 5 N, 18\,m, 24 m^2; but 5N, 18m and \pi r^2 h are products
-FROM(-?[\d.]+)~(?:[gshLlVWJN]|m(?:\^(?:\{\d\}|\d))?)(?=,|$)(?![^(]*\)) -> \1
+FROM(-?[\d.]+)~(?:[gshLlVWJ]|k?N(?:/m)?|Pa|m(?:\^\{?\d\}?)?)TO(?![^([{]*[])}]) -> \1
                                                                     Names
 # x_{\text{max}}, x_\text{max}, m_{\max}, L_\odot, x_1
 _~*(\{)?~*(?:\\text\{~*(\w+)~*\}|\\(?!frac)([a-zA-Z]+))~*(?(1)\}) -> _{\2\3}

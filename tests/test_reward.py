@@ -159,6 +159,7 @@ k\pi == k\pi, k \in \mathbb{Z}
 1,2,3,4,5,6,7 == 1kg,2ml,3ft,4in,5lbs,6oz,7hr
 1,2,3,4,5 == 1kW,2USD,3cm^2,4cm^{2},5mph
 1,2,3,4 == 1kJ,2 Hz,3 kHz,4kPa
+5 kN,6 == 5,6 N/m == 5 Pa,6
 5 N,18,24,2 == 5\text{ N},18\,m,24 m^2,2 MPa == 5,18,24,2
 \pi r^2 h == V = \pi r^2\,h
 x=1,y=2 == \begin{cases} x = 1, \\ y = 2 \end{cases}
@@ -169,9 +170,11 @@ x^2+2^n == x**2+2**n
 \sqrt{2}+2^N+x^{-y} == 2**0.5+2**N+x**-y
 (x+1)^2 == (x+1) ** 2
 x^{-2} == x**-2 == x**(-2)
-8 == 2**3 == **8**
+8 == 2**3 == **8** == **8**apples
 Paris, France == \text{Paris, France} == \text{France, Paris}
 red, blue == \text{red}, \text{blue}
+\text{red, blue} == \text{red and blue} == blue and red
+\text{Alice, Bob} == Alice and Bob == \text{Bob and Alice}
 A, C == \text{A and C} == \text{A, C only}
 I and III == \text{I and III only} == I and III only
 II == \text{II only}
@@ -395,6 +398,13 @@ f(x)=x\text{ for all }x>0 != f(x)=x\text{ for all }x<0
 n\text{ is prime} != n\text{ is composite}
 2\text{ (max)} != 2\text{ (min)}
 5N != 5 N
+2N/m != 2
+3Pa != 3
+\{n,2 m,k\} != \{n,2,k\}
+\text{True, False, True} != \text{True, True, False}
+\text{T, F, T} != \text{F, T, T}
+\text{yes, no} != \text{no, yes}
+6 != x=5 且 x=6 != x_1=5 \cup x_2=6 != \theta=5|\theta=6
 \pi r^2 h != \pi r^2 != \pi r^2 g
 m_1 g != m_1
 -1 != 1-2 m
@@ -498,7 +508,8 @@ GSM8K = r"""
 18 == #### x = 9 \times 2 = 18 == \boxed{\frac{36}{2} = \$18}
 18 == \boxed{\{18\}} == #### **$18.00** == #### (18) miles per hour, == #### +18
 84 != #### 84.00000000001 != \boxed{168/2} != #### 84+1 != #### >= 84 != #### 8(4)
-84 != #### 2\theta = 84 != #### 2θ = 84 != \boxed{\square + 16 = 84} != #### \ge 80 = 84
+84 != #### 苹果/2 = 84 != #### ? + 1 = 84 != #### 2\theta = 84 != #### 2θ = 84
+84 != \boxed{\square + 16 = 84} != #### \ge 80 = 84
 84 != #### 2x = 84 != \boxed{\frac{x}{2} = 84} != #### X + 1 = 84 != #### A = 5; B = 84
 84 != #### Case 1: x = 84 != \boxed{x=2\text{ or maybe }x=84} != #### x=2, x=84
 3600 != #### 3,6,00
