@@ -98,8 +98,9 @@ def evaluate(
     seed and number of samples, the noise depends only on the problem. `sampling` has
     further fields of vLLM's SamplingParams. A collective.
     """
-    # Every rank has to sample something, because ranks may share an engine and Rollouts
-    # cannot be empty. So a rank without problems of its own repeats the first problem.
+    # Every rank has to sample something, because ranks may share an engine, and
+    # Rollouts cannot be empty. So a rank without problems of its own repeats the first
+    # problem.
     indices = prompts_of_rank(len(dataset.prompts)) or [0]
     rollouts = engine.sample(
         [dataset.prompts[i] for i in indices],

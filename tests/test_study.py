@@ -380,9 +380,9 @@ def test_the_pages_say_which_runs_collapse():
     assert found == ["0 of 3", "0 of 3", "1 of 3"] + ["3 of 3"] * 3
     sentences = """**In the last two rows REINFORCE collapses (ends below half of its
         best sampled accuracy); P3O and GRPO do not.** With 16
-        updates, collapse depends on the learning rate: at
-        1e-4, one (REINFORCE) of nine runs (three per objective) collapses; at 4e-4,
-        all nine do. At 2e-4, a
+        updates, collapse depends on the learning rate: of
+        three runs per objective, one (REINFORCE) collapses at 1e-4, and all nine
+        collapse at 4e-4. At 2e-4, a
         [variant](study/README.md#which-runs-collapse) that equals P3O up to rounding
         collapsed in two of three runs."""
     assert says(FRONT, sentences)
