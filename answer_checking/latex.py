@@ -44,7 +44,7 @@ SIGNS = r"""
 #   STYLE      commands that set their argument as words
 #   FUNCTION   functions. "min" and "sec" are units if nothing follows them
 #   LIST       two or more words with commas, "and" or "or" between them
-#   ORDERED    a list whose order may matter: it is of true and false, or repeats a word
+#   ORDERED    a list whose order may matter: of true and false, or with a repeated word
 #   ITEM       a word of a LIST
 #   LEAD       a word before a WORD, but not one of a list such as "I and III only"
 #   WORD       a word. Four letters after a digit are a product, as in 2abcd

@@ -67,7 +67,7 @@ def check_out_dir(cfg: Config) -> None:
     try:
         stored = json.loads((out / "config.json").read_text())
         COMMITS.update(stored["commits"])
-        stored["steps"] = max(stored["steps"], done)  # An earlier resume raised steps.
+        stored["steps"] = max(stored["steps"], done)  # A resume may raise steps.
     except Exception as error:  # A damaged file raises many types.
         raise Refused(
             f"--resume: {out}/config.json cannot be read: {one_line(error)}; restore "

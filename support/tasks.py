@@ -97,9 +97,8 @@ PART_OF_PROBLEM = re.compile(
     | body
     )$"""
 )
-# Matches what is not text in a problem: pictures, and any model's chat
-# markup. No quantifier runs past where another match could begin, so searches of long
-# texts are fast.
+# Matches what is not text in a problem: pictures, and any model's chat markup. No
+# quantifier runs past a possible next match, so searches of long texts are fast.
 MARKUP = re.compile(
     r"""(?ix)
     # <image>, <image_1>, <img src="x.png">, <ImageHere>, <video>
@@ -518,8 +517,8 @@ def load_split(
 
     `verifier`, if given, replaces that of the task. With `drop_long`, prompts of more
     than `room` tokens are dropped and counted. Raises Refused if there are such prompts
-    without `drop_long`, if no prompt is left, or if a text contains a special token or
-    a character that the tokenizer cannot represent.
+    without `drop_long`, if no prompt is left, if prompts have two answers on average,
+    or if check_texts refuses a text.
     """
     task = task_of(name_or_path)
     problems = load_task(name_or_path, split, verifier)[: limit or None]

@@ -4,10 +4,10 @@ r"""Measures the seconds of a training step by phase, and compares it with other
     python tools/bench.py --model models/SmolLM2-135M-Instruct \
         --trl_python .venv-trl/bin/python --dtypes float32,bfloat16
 
-The first command compares a step of the embedded policy (two updates) with one of a
-minimal script (one update; tools/bare_step.py). The second command also
-measures a pretrained model (tools/smollm2.py makes its folder), and TRL's GRPOTrainer
-on both models. TRL needs an environment of its own:
+The first command compares a step of the embedded policy (two updates) with that of
+a minimal script (one update; tools/bare_step.py). The second command also measures a
+pretrained model (tools/smollm2.py makes its folder), and TRL's GRPOTrainer on both
+models. TRL needs an environment of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r requirements-cpu.txt trl==1.16.0 accelerate==1.15.0
