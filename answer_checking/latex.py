@@ -43,10 +43,8 @@ SIGNS = r"""
 #   LOOKS      commands that only change the appearance
 #   STYLE      commands that set their argument as words
 #   FUNCTION   functions. "min" and "sec" are units if nothing follows them
-#   LIST       two or more words with commas, "and" or "or" between them
-#   ORDERED    a list whose order may matter: of true and false, or with a repeated word
-#   ITEM       a word of a LIST
-#   LEAD       a word before a WORD, but not one of a list such as "I and III only"
+#   CHOICES    letters of choices or Roman numerals, with commas or "and" between them
+#   LEAD       a word before a WORD, but not in "I and III only"
 #   WORD       a word. Four letters after a digit are a product, as in 2abcd
 #   LABEL      words that end with a colon
 #   BASIS      what precedes the letter of a basis vector, as in \mathbf{i} and
@@ -63,7 +61,6 @@ SIGNS = r"""
 #              Ranges from 0 or 1 on, and ranges without 0, do not count as restricted
 #   AND        words between the items of a list, but not "and" between inequalities
 #   SEVERAL    several equations that are not a chain, as in x=5|x=6
-#   LOR        the sign for "or"
 #   SHORT      units that may follow a number directly
 #   FROM, TO   where an item of a list begins and ends
 NAMES = r"""
@@ -79,10 +76,8 @@ STYLE = text(?:bf|it|rm|sf|tt|up|normal)|math(?:bf|it|rm|sf|tt)|[mh]box|emph|bm|
     boldsymbol|underline|operatorname
 FUNCTION = sqrt|a?r?c?(?:sin|cos|tan)h?|cot|csc|exp|log|ln|pi|max|gcd|lcm|
     (?:min|sec)(?!~*\}?(?:\^\{?-?\d\}?)?~*(?:[,./]|\\text|$))
-LIST = ITEM(?:(?:,~*(?:(?:and|or)~)?|~(?:and|or)~)ITEM)+
-ORDERED = (?i:true|false|yes|no|[tf])\b|.*\b(?!(?:and|or)\b)(\w+)\b.*\W\1\b
-ITEM = (?!(?:and|or)~)[\w'-]++
-LEAD = (?:(?!(?:and|or)~[A-Z]|[IVX]+~)[a-zA-Z]{2,}~)
+CHOICES = (?:[A-J]|[IVX]+)(?:(?:,~*(?:and~)?|~and~)(?:[A-J]|[IVX]+))*
+LEAD = (?:(?!(?:and~)?[A-Z]+~only)[a-zA-Z]{2,}~)
 WORD = (?!(?<=\d)[a-z]{4}\b)(?=\w*[aeiouy])[a-zA-Z]{4,}
 LABEL = \\text\{(?![^}]*\b(?i:NONE|no|none|false|cannot)\b)[^}:]*(?::~*\}|\}:)
 BASIS = \\(?:text|hat|vec)(?:~*\{)?~*(?:\\text\{~*)?\\?
@@ -108,9 +103,9 @@ CONDITION = [^,{]*(?:[<>]|\\(?:[lg]t|leq?(?:slant)?)(?![a-z])|
     \\geq?(?:slant)?(?![a-z])(?!~*[01](?!\d))|\\neq?(?![a-z])(?!~*0(?!\d)))|
     [^,]*(?:\\setminus|\\backslash|\b(?:odd|even)\b)
 AND = or|and(?!~*\}?[^,]*(?:[<>]|\\[lg]eq?(?![a-z])))
-SEVERAL = .*(?:implies|arrow|\\to\b|equiv|\\neq?\b)|\\?(\w+)=.*[^\w{(]\1=|
-    .*=[^=]*\\(?:land|wedge|cup|mid)\b[^=]*=|[^=]*=.*[^\x00-\x7f].*=
-LOR = \\(?:lor|vee)(?![a-z])
+SEVERAL = .*(?:implies|arrow|\\to\b|equiv|\\(?:neq?|lor|vee)\b)|
+    \\?(\w+)=.*[^\w{(+*/^-]\1=|[^=]*=.*[⇒→\u2e80-\u9fff].*=|
+    .*=[^=]*\d\}?~?\\(?:land|wedge|cup|mid)\b~?\\?[\w{}]+=
 SHORT = [cmk]m|kg|m[gLl]|ft|in|lbs?|oz|hrs?|min|sec|mph|k[mWJ]|USD|km/hr?|m/s|sq~ft|
     per~day|[kMG]?Hz|[kM]Pa|kWh|mol|rad|rpm|ft/s|sq~in
 FROM = (?:^|(?<=,)|(?<=,~))
@@ -125,8 +120,6 @@ REWRITES = r"""
 [\u200b\u2060\ufeff]|\x1b\[\d*m ->
 # 9*2=<<9*2=18>>18, as in GSM8K's solutions
 <<[^<>]*>> ->
-# \begin{cases}x=1\\y=2\end{cases}
-^\\begin\{cases\}\s*(\w\s*=[^&,]*?),?\s*\\\\\s*(\w\s*=[^&,]*?)\\end\{cases\}$ -> \1,\2
 # \begin{pmatrix}1\\[4pt]2\end{pmatrix}
 \\\\\[\w+\] -> \\\\
 # 1{,}234, 10,\!000, 1\,234, 1 234, 1'234
@@ -136,7 +129,7 @@ REWRITES = r"""
 # 15\,\text{cm}, x=3,\; x=5
 (?<!\\)\\[,;:!> ]|\\(?:q?quad|thinspace|enspace)(?![a-z])|\s -> ~
 # x**2, (x+1) ** 2 and 2**n are powers; **18** is bold
-^\*\*([^*]*)\*\*(?=[a-zA-Z]) -> \1~
+^\*\*([^*]*)\*\*(?=[a-zA-Z(]) -> \1~
 (?<=[\w)}])(~?)\*\*\1(-?\d*\.?\d+)(?!\.?\d|\*\*) -> ^{\2}
 (?<=[\w)}])(~?)\*\*\1(?=-?(?:[a-zA-Z(]|\\(?:pi|frac|sqrt)\b)) -> ^
 # \$18, \euro18, \[18\], \(18\), **18**
@@ -149,6 +142,8 @@ REWRITES = r"""
 \.{3,}|\\[lc]?dots\b -> \\ldots~
 # \left(, \Big[, \displaystyle, \boxed{5}, \textcolor{red}{18}
 \\(?:LOOKS)(?![a-zA-Z]) ->
+# \begin{cases}x=1\\y=2\end{cases}
+^\\begin\{cases\}~*(\w~*=[^&,]*?),?~*\\\\~*(\w~*=[^&,]*?)\\end\{cases\}[~.]*$ -> \1,\2
 # ]1,3[, ]-\infty,1] \cup [2,\infty[
 (^|\\(?:cup|in)~*)\](?=[^][]*,) -> \1(
 ,([^][(),]*)\[(?=~*(?:\\cup|$)) -> ,\1)
@@ -171,10 +166,8 @@ REWRITES = r"""
 \\text\{~*(FUNCTION)~*\}|(?<![\\a-zA-Z])(?<!_\{)(FUNCTION)(?!x?[a-wyzA-Z]) -> \\\1\2~
 # 12^{\text{th}}, 8^{th}, 12th
 (?<=\d)~*(?:\^?\{?\\text\{~*|\^?\{?)(?:st|nd|rd|th)\b(?:~*\}){0,2} ->
-# \text{Paris, France}, \text{A and C}, \text{I and III only}
-^((?:\\text\{)?~*(?=LIST(?:~only)?[~.]*\}?$).*?),?~(?:and|or)~ -> \1,~
-^\\text\{~*(?!ORDERED)(LIST)(?:~only)?[~.]*\}$ -> \2
-^\\text\{~*([\w'-]+)~only[~.]*\}$ -> \\text{\1}
+# \text{A and C}, \text{I and III only}
+^\\text\{~*(CHOICES)(?:~only)?[~.]*\}$ -> \1
 # Sunday, 18 dollars, 64 square feet; I and III only
 (?<![\\a-zA-Z])(?![^{}]*\})(LEAD*WORD(?:[~'-][a-zA-Z]+)*) -> \\text{\1}
 # \text{an ellipse}
@@ -185,8 +178,8 @@ REWRITES = r"""
 (?<=\d)\\?%(?=-) ->
 # 28%, 28 percent
 \\?%|\\text\{~*percent~*\}|\bpct\b -> ~
-# 5\text{ or }6, 2 and 3, 2 \& 3, x=5 \lor x=6; but x>1 and x<3 is not a list
-,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&|LOR)~* -> ,~
+# 5\text{ or }6, 2 and 3, 2 \& 3; but x>1 and x<3 is not a list
+,?~*(?:\\text\{~*,?~*(?i:AND)~*\}|(?<![a-zA-Z])(?:AND)(?![a-zA-Z])|\\&)~* -> ,~
 # _4C_2, {}^4C_2, C(4,2), C_4^2, C^2_4; {}_4P_2, P(4,2), P_4^2, A_4^2
 (?<![\w}])(?:\{\})?[_^]\{?(\d+)\}?~*([CP])_\{?(\d+)\}? -> \2(\1,\3)
 ^C\^\{?(\d+)\}?_\{?(?!1\b)(\d+)\}?$ -> C(\2,\1)

@@ -162,20 +162,21 @@ k\pi == k\pi, k \in \mathbb{Z}
 5 kN,6 == 5,6 N/m == 5 Pa,6
 5 N,18,24,2 == 5\text{ N},18\,m,24 m^2,2 MPa == 5,18,24,2
 \pi r^2 h == V = \pi r^2\,h
-x=1,y=2 == \begin{cases} x = 1, \\ y = 2 \end{cases}
-5,6 == 5或6 == x=5 或 x=6 == x=5 \lor x=6 == x=5 ∨ x=6
+x=1,y=2 == $\begin{cases} x = 1, \\ y = 2 \end{cases}.$
+5,6 == 5或6 == x=5 或 x=6
 \frac{1}{2}x == 1/2 x
 \pm1\pm2i == \pm 1 \pm 2i
 x^2+2^n == x**2+2**n
 \sqrt{2}+2^N+x^{-y} == 2**0.5+2**N+x**-y
 (x+1)^2 == (x+1) ** 2
 x^{-2} == x**-2 == x**(-2)
-8 == 2**3 == **8** == **8**apples
-Paris, France == \text{Paris, France} == \text{France, Paris}
+8 == 2**3 == **8** == **8**apples == **8**(apples)
 red, blue == \text{red}, \text{blue}
-\text{red, blue} == \text{red and blue} == blue and red
-\text{Alice, Bob} == Alice and Bob == \text{Bob and Alice}
-A, C == \text{A and C} == \text{A, C only}
+\text{red, blue} == \text{red and blue} == \text{Red, blue}
+\text{IV antibiotics} == IV antibiotics
+0.3 == P = 1 - P(A\cup B) = 0.3 == P = P(A\mid B) = 0.3
+5 == v = λf = 5
+A, C == \text{A and C} == \text{C, A only}
 I and III == \text{I and III only} == I and III only
 II == \text{II only}
 2\pi == 2\text{ pi}
@@ -415,6 +416,9 @@ m_1 g != m_1
 2x+2 != (x+1)**2 != 2**(x+1)
 I != I and III only
 A != \text{A or B}
+IV antibiotics != IV fluids
+p\lor q != p\text{ and }q
+\text{increasing, decreasing} != \text{decreasing, increasing}
 5\text{ m upwards} != 5\text{ m downwards}
 5\text{ bn} != 5\text{ mn}
 5 != 5\text{ per mille}

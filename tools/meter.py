@@ -9,8 +9,8 @@ r"""Measures how far off-policy the samples of a rollout engine are.
 
 vLLM samples with these flags, and the trainer's forward pass scores the same tokens in
 float32. Nothing is trained, and no answer is checked. The script runs on one rank
-and without tensor parallelism. Any float32 trainer that samples with vLLM and these flags
-has the same mismatch.
+and without tensor parallelism. Any float32 trainer that samples with vLLM and these
+flags has the same mismatch.
 
 The KL is computed as in training: over the --top_logprobs likeliest tokens of pi_b and,
 without top-p and top-k, one bucket for all others. The third command lists the whole
