@@ -433,7 +433,7 @@ def test_the_front_page_has_the_scores_with_smollm2():
         for name in ("p3o", "p3o, no KL")
     )
     assert len(p3o) == len(without_kl) == 3
-    sentence = f"""ended at a sampled accuracy of {max(p3o):.2f}. Three without the KL
+    sentence = f"""ended at sampled accuracy {max(p3o):.2f}. Three without the KL
         (`--objective study.ablations:cap_without_kl`) ended at {min(without_kl):.2f} to
         {max(without_kl):.2f}."""
     assert says(FRONT, sentence)
