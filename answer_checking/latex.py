@@ -311,7 +311,7 @@ FROM(0\d+/\d+|\d+/0\d+|\d+/\d+/\d+)TO -> \\text{\1}
 \d(?=\d*⟩) -> 9
 [⟨⟩] ->
                                                                     The whole
-# x + 1 is x+1; but 1 2 is not 12, and 32, 349 is not 32,349
+# x + 1 is x+1, \pm 1 is \pm1; but 1 2 is not 12, and 32, 349 is not 32,349
 ~~+ -> ~
 (\\[a-zA-Z]+)~(?![a-zA-Z]) -> \1
 (?<![a-zA-Z\d,])~|~(?![a-zA-Z\d])|(?<=,)~(?!\d{3}(?!\d)) ->

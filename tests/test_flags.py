@@ -47,13 +47,13 @@ def test_flags_override_recipes_of_which_the_later_counts_and_a_runs_config_is_o
     first.write_text("objective: grpo\nsteps: 7\nlag: 2\nresume: true\n")
     second.write_text("steps: 9\npasses: 3\nlearning_rate: 1e-5\n")  # YAML: a text
     files = [f"--config={first}", f"--config={second}"]
-    cfg = Config.from_flags([*files, "--passes=4", "--out_dir=taken"])
+    cfg = Config.from_flags([*files, "--passes=4", "--no-resume", "--out_dir=taken"])
     assert (cfg.objective, cfg.lag, cfg.steps, cfg.passes) == ("grpo", 2, 9, 4)
-    assert (cfg.resume, cfg.learning_rate) == (True, 1e-5)
+    assert (cfg.resume, cfg.learning_rate) == (False, 1e-5)
     assert cfg.group_size == Config().group_size == 8
-    (tmp_path / "config.json").write_text(json.dumps(config_of(cfg)))
+    (tmp_path / "config.json").write_text(json.dumps(config_of(cfg) | {"resume": True}))
     again = Config.from_flags([f"--config={tmp_path / 'config.json'}"])
-    assert again == cfg.model_copy(update={"out_dir": "", "resume": False})
+    assert again == cfg.model_copy(update={"out_dir": ""})
 
 
 def test_no_variable_of_the_environment_sets_a_field(monkeypatch):

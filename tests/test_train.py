@@ -135,8 +135,7 @@ def test_tokens_that_are_not_listed_count_unless_top_p_or_top_k_is_set(
     # 1/2). All three give 1/2 log 2 + 1/4 log 1 + 1/4 log 1/2. The two alone are (2/3,
     # 1/3) and (1/2, 1/2).
     logp = torch.tensor([[[1 / 2, 1 / 4]]]).log()
-    behavior = torch.tensor([[[1 / 4, 1 / 4]]]).log()
-    batch = SimpleNamespace(top_logp_behavior=behavior)
+    batch = SimpleNamespace(top_logp_behavior=torch.tensor([[[1 / 4, 1 / 4]]]).log())
     kl = kl_at_positions(logp, batch, Config(**fields))
     assert kl.item() == pytest.approx(expected, rel=1e-6)
 
@@ -312,7 +311,7 @@ NOT_FINITE = {
 
 
 def test_a_number_that_is_not_finite_stops_the_run_with_the_step(stale, trainee):
-    advice = f".*{DIVERGED}.*: lower learning_rate or raise warmup_updates .above"
+    advice = f".*{DIVERGED}.*: lower learning_rate or raise warmup_updates .above.*cont"
     for name, sentence in NOT_FINITE.items():
         with pytest.raises(FloatingPointError, match=sentence + advice):
             gradient_of(trainee, with_nan(stale.rollouts, name), reinforce)
